@@ -1,0 +1,46 @@
+"""Hash chain of KV blocks: which token prefix a block holds, equal in every process.
+
+Knows no memory and no Redis.
+
+ns = sha256(schema, model revision, tokenizer digest, kv dtype, block size)[:8]
+h0 = sha256(ns, typed length-prefixed extras)
+h_i = sha256(h_{i-1}, u32le tokens of block i)[:16]
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from specsplit.core.digest import pack_ids
+from specsplit.core.types import TokenIds
+
+SCHEMA = b"specsplit-kv-1"
+BLOCK_HASH_BYTES = 16
+
+
+def _typed(kind: bytes, value: bytes) -> bytes:
+    """Type and length before each value: no two different field lists give the same bytes."""
+    return len(kind).to_bytes(2, "little") + kind + len(value).to_bytes(4, "little") + value
+
+
+def namespace(*, model: str, revision: str, tokenizer_digest: str, kv_dtype: str, block_size: int) -> bytes:
+    """8 bytes that differ whenever the KV of equal tokens could differ."""
+    fields = (
+        _typed(b"schema", SCHEMA)
+        + _typed(b"model", model.encode())
+        + _typed(b"revision", revision.encode())
+        + _typed(b"tokenizer", tokenizer_digest.encode())
+        + _typed(b"kv_dtype", kv_dtype.encode())
+        + _typed(b"block_size", str(block_size).encode())
+    )
+    return sha256(fields).digest()[:8]
+
+
+def root_hash(ns: bytes, *, cache_salt: bytes) -> bytes:
+    """Parent of the first block; requests with different salts share nothing."""
+    return sha256(ns + _typed(b"salt", cache_salt)).digest()[:BLOCK_HASH_BYTES]
+
+
+def child_hash(parent: bytes, block_ids: TokenIds) -> bytes:
+    """Hash of a full block that follows the block hashed `parent`."""
+    return sha256(parent + pack_ids(block_ids)).digest()[:BLOCK_HASH_BYTES]

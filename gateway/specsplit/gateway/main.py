@@ -1,0 +1,60 @@
+"""The gateway process: puts the step loop, the HTTP API and the gRPC API together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+
+from specsplit.core.errors import SettingsError
+from specsplit.core.serving import GrpcService
+from specsplit.core.settings import exit_on_settings_error, load_settings
+from specsplit.gateway.api.grpc_api import GatewayServicer
+from specsplit.gateway.api.http_server import HttpServer
+from specsplit.gateway.api.openai_http import create_app
+from specsplit.gateway.loop import GatewayLoop
+from specsplit.gateway.settings import GatewaySettings
+from specsplit.gateway.text.tokenizer import Tokenizer
+from specsplit.v1 import gateway_pb2_grpc
+
+PROG = "specsplit gateway"
+
+
+def main(argv: Sequence[str]) -> None:
+    try:
+        settings = load_settings(GatewaySettings, argv, prog=PROG)
+    except SettingsError as error:
+        exit_on_settings_error(error, prog=PROG)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(serve(settings))
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Serves until a signal; ends the process loudly when the step loop fails."""
+    tokenizer = Tokenizer.load(settings.tokenizer)
+    loop = GatewayLoop(settings, tokenizer)
+    service = GrpcService("specsplit.v1.Gateway", settings)
+    servicer = GatewayServicer(loop, tokenizer, settings)
+    gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, service.server)
+    http = HttpServer(create_app(loop, tokenizer, settings), host=settings.host, port=settings.http_port)
+    running = asyncio.ensure_future(loop.run())
+    running.add_done_callback(_exit_on_failure)
+
+    async def start() -> None:
+        await http.start()
+        service.addresses["http"] = f"{settings.host}:{http.port}"
+
+    async def close() -> None:
+        await http.stop()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    await service.run(start=start, drain=loop.drain, close=close)
+
+
+def _exit_on_failure(running: asyncio.Future[None]) -> None:
+    """A step loop that broke an invariant serves nobody: the process says why and ends."""
+    if not running.cancelled() and running.exception() is not None:
+        logging.critical("the step loop failed", exc_info=running.exception())
+        os._exit(70)

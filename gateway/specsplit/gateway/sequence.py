@@ -1,0 +1,170 @@
+"""The life of one request in the gateway: its committed tokens, its phase, what it has used. Knows no I/O.
+
+WAITING --open--> OPENING --Opened--> RUNNING --finish--> (forgotten)
+   ^________________|___________________|   preempted, or the verifier's stream broke
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+
+from specsplit.core.digest import TokenDigest
+from specsplit.core.errors import SpecsplitError
+from specsplit.core.types import (
+    CloseRequest,
+    Delta,
+    Finished,
+    FinishReason,
+    OpenRequest,
+    RowDone,
+    Usage,
+)
+from specsplit.gateway.request import AdmittedRequest
+from specsplit.gateway.text.output import OutputText
+from specsplit.gateway.text.tokenizer import Tokenizer
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"  # not at any verifier
+    OPENING = "opening"  # Open sent, Opened not yet here
+    RUNNING = "running"  # open; prefills, then decodes
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One admitted request. `events` carries what the client is sent: Deltas, then Finished or an error."""
+
+    def __init__(self, request: AdmittedRequest, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.phase = Phase.WAITING
+        self.generation = 0
+        self.token_ids = list(request.prompt_ids)  # committed: prompt, then output
+        self.num_computed = 0  # committed tokens whose KV the verifier holds
+        self.events: asyncio.Queue[Delta | Finished | SpecsplitError] = asyncio.Queue()
+        self.drafter_epoch = 0  # stream of the drafter on which it was last told about this generation
+        self.drafter_generation = 0
+        self.drafter_len = 0  # committed tokens that the drafter was told there
+        self._digest = TokenDigest(request.prompt_ids)
+        self._text = OutputText(tokenizer, request.stop)
+        self._cached_tokens: int | None = None
+        self._num_steps = 0
+        self._num_drafted = 0
+        self._accepted_by_position: list[int] = []
+
+    def is_running(self, generation: int) -> bool:
+        return self.phase is Phase.RUNNING and self.generation == generation
+
+    @property
+    def is_finished(self) -> bool:
+        return self.phase is Phase.FINISHED
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def digest(self) -> int:
+        return self._digest.value
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Committed tokens still to compute; 1 while decoding, at least 1 always."""
+        return len(self.token_ids) - self.num_computed
+
+    def open(self) -> OpenRequest:
+        """WAITING -> OPENING with the next generation."""
+        assert self.phase is Phase.WAITING, self.phase
+        self.phase = Phase.OPENING
+        self.generation += 1
+        return OpenRequest(
+            request_id=self.request.request_id,
+            generation=self.generation,
+            order=self.request.order,
+            prompt_ids=self.request.prompt_ids,
+            output_ids=self.token_ids[self.num_prompt :],
+            sampling=self.request.sampling,
+            cache_salt=self.request.cache_salt,
+            traceparent=self.request.traceparent,
+        )
+
+    def opened(self, cached_tokens: int) -> None:
+        """OPENING -> RUNNING."""
+        assert self.phase is Phase.OPENING, self.phase
+        self.phase = Phase.RUNNING
+        self.num_computed = cached_tokens
+        if self._cached_tokens is None:
+            self._cached_tokens = min(cached_tokens, self.num_prompt)
+
+    def evicted(self) -> None:
+        """Back to WAITING: the verifier no longer has it. Committed tokens stay."""
+        assert self.phase in (Phase.OPENING, Phase.RUNNING), self.phase
+        self.phase = Phase.WAITING
+        self.num_computed = 0
+
+    def close(self) -> CloseRequest:
+        return CloseRequest(self.request.request_id, self.generation)
+
+    def commit(self, row: RowDone, num_drafts: int) -> None:
+        """Applies an OK verdict: extends the committed tokens, cuts at a stop string, tells the client.
+
+        Tokens past a stop string are dropped from ids, scores, usage and acceptance counts alike; the token
+        that completes it stays, its text does not.
+        """
+        assert self.phase is Phase.RUNNING, self.phase
+        assert row.base_len == len(self.token_ids), (row.base_len, len(self.token_ids))
+        self.num_computed = row.num_computed
+        if not row.committed_ids:  # a prefill chunk
+            return
+        text, num_kept, finish = self._extend_text(row)
+        kept = tuple(row.committed_ids[:num_kept])
+        self.token_ids.extend(kept)
+        self._digest.append(kept)
+        self._count(min(row.num_accepted, num_kept), min(num_drafts, num_kept) if finish else num_drafts)
+        if finish is not None and not self._text.is_stopped:
+            text += self._text.finish()
+        self.events.put_nowait(Delta(text, kept, row.logprobs[:num_kept], row.margins[:num_kept]))
+        if finish is not None:
+            self.phase = Phase.FINISHED
+            self.events.put_nowait(Finished(finish, self.usage()))
+
+    def fail(self, error: SpecsplitError) -> None:
+        """Ends the request with an error to the client."""
+        self.phase = Phase.FINISHED
+        self.events.put_nowait(error)
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.num_prompt,
+            completion_tokens=self.num_output,
+            cached_tokens=self._cached_tokens or 0,
+            steps=self._num_steps,
+            drafted=self._num_drafted,
+            accepted=sum(self._accepted_by_position),
+            accepted_by_position=tuple(self._accepted_by_position),
+        )
+
+    def _extend_text(self, row: RowDone) -> tuple[str, int, FinishReason | None]:
+        """Text that became final, how many committed ids are kept, and why the request ends if it does."""
+        ids = row.committed_ids
+        text = ""
+        for index, token_id in enumerate(ids):
+            is_stop_token = row.finish_reason is FinishReason.STOP and index == len(ids) - 1
+            if is_stop_token:  # counted as a token, but its text is not part of the output
+                break
+            text += self._text.push(token_id)
+            if self._text.is_stopped:
+                return text, index + 1, FinishReason.STOP
+        return text, len(ids), row.finish_reason
+
+    def _count(self, num_accepted: int, num_drafts: int) -> None:
+        self._num_steps += 1
+        self._num_drafted += num_drafts
+        missing = num_accepted - len(self._accepted_by_position)
+        self._accepted_by_position.extend([0] * missing)
+        for position in range(num_accepted):
+            self._accepted_by_position[position] += 1

@@ -1,0 +1,46 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from specsplit.core.serving import ListenSettings
+from specsplit.core.types import MAX_DRAFT
+
+
+class GatewaySettings(ListenSettings):
+    """The gateway: owns each request's order, speculative length and life; serves HTTP and gRPC."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECSPLIT_GATEWAY_")
+
+    port: int = Field(default=50051, ge=0, le=65535)
+    """Port of the gRPC API; 0 takes a free one."""
+    http_port: int = Field(default=8000, ge=0, le=65535)
+    """Port of the HTTP API; 0 takes a free one."""
+    verifier: str = "127.0.0.1:50053"
+    """Address of the verifier."""
+    drafter: str | None = None
+    """Address of the drafter; without one nothing is drafted."""
+    tokenizer: Path
+    """Folder with the model's tokenizer.json and chat template."""
+    model_name: str | None = None
+    """Name of the model in the APIs; by default the verifier's name for it."""
+    speculation_k: int = Field(default=4, ge=0, le=MAX_DRAFT)
+    """Draft tokens per step for requests that do not say."""
+    max_prefill_tokens: int = Field(default=256, ge=1)
+    """Most prompt tokens in one step; longer prompts are prefilled in chunks of this."""
+    max_requests: int = Field(default=1024, ge=1)
+    """Requests admitted at once, waiting ones included; more are answered 429."""
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
+    """Largest HTTP body that is read."""
+    draft_timeout_ms: float = Field(default=50.0, gt=0)
+    """Time a drafter has to answer before the step goes on without it."""
+    step_timeout_seconds: float = Field(default=120.0, gt=0)
+    """Time a verifier has to answer a step before its stream is given up and its requests re-opened."""
+    verifier_wait_seconds: float = Field(default=180.0, gt=0)
+    """Time a request waits for a verifier to come back before it fails with 503."""
+    shuffle_rows: bool = False
+    """Test mode: compose each step's rows in random order; texts must not change."""
