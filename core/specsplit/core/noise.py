@@ -1,7 +1,7 @@
-"""Defines the sampling noise, one number per (seed, position, token); knows no array library and no sampling rule.
+"""Defines the sampling noise, one number per (seed, position, token); knows no arrays and no sampling rule.
 
-The noise is counter-based, so that any process can recompute any single value: Philox4x32-10 (Salmon, Moraes, Dror,
-Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11) with
+The noise is counter-based, so that any process can recompute any single value: Philox4x32-10 (Salmon, Moraes,
+Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11) with
 
     key     = (seed mod 2^32, seed div 2^32)
     counter = (token div 4, position, purpose, 0)

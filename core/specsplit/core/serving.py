@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from pydantic import Field
 
-from specsplit.core.errors import SpecsplitError
+from specsplit.core.errors import SpecsplitError, Unavailable
 from specsplit.core.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -50,13 +50,13 @@ _CHANNEL_OPTIONS = [
 class ListenSettings(Settings):
     """Where a gRPC service listens and how it stops."""
 
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", min_length=1)
     """Address to listen on."""
-    port: int = 0
+    port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     announce: Path | None = None
     """File that receives the bound addresses as JSON once they are known."""
-    drain_seconds: float = 30.0
+    drain_seconds: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """Time that running work gets to finish after SIGTERM."""
 
 
@@ -65,14 +65,17 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
+def num_open_files() -> int:
+    """File descriptors that this process holds, for leak checks; the one that lists them is not counted."""
+    return len(os.listdir("/dev/fd")) - 1
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: SpecsplitError) -> NoReturn:
     """Ends a call with the error's status; code and field travel as trailing metadata."""
     metadata = [("specsplit-code", error.code)]
     if error.field is not None:
         metadata.append(("specsplit-field", error.field))
-    await context.abort(
-        grpc.StatusCode[error.grpc_status], error.message, trailing_metadata=tuple(metadata)
-    )
+    await context.abort(grpc.StatusCode[error.grpc_status], error.message, trailing_metadata=tuple(metadata))
     raise AssertionError("abort returned")
 
 
@@ -84,7 +87,7 @@ class GrpcService:
         self.settings = settings
         self.server = grpc.aio.server(options=_SERVER_OPTIONS)
         self.addresses: dict[str, str] = {}
-        self._health = HealthServicer()
+        self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
 
     async def run(
@@ -96,15 +99,20 @@ class GrpcService:
     ) -> None:
         """Serves until SIGTERM or SIGINT.
 
-        `start` makes the service ready (it may load a model; a signal cancels it), `drain` returns when running
-        work has ended and is cut after `drain_seconds`, `close` frees everything and always runs.
+        `start` makes the service ready (it may load a model; a signal cancels it), `drain` returns when
+        running work has ended and is cut after `drain_seconds`, `close` frees everything and always runs
+        once `start` was called.
         """
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         await self._health.set(self.name, health_pb2.HealthCheckResponse.NOT_SERVING)
-        port = self.server.add_insecure_port(f"{self.settings.host}:{self.settings.port}")
+        wanted = f"{self.settings.host}:{self.settings.port}"
+        try:
+            port = self.server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            raise Unavailable(f"cannot listen on {wanted}: {error}", field="port") from error
         await self.server.start()
         self.addresses["grpc"] = f"{self.settings.host}:{port}"
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)

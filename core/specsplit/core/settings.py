@@ -1,7 +1,8 @@
 """Settings of a service: flags, else environment variables, else a TOML file. Knows no service's fields.
 
-A service declares one frozen `Settings` subclass with `env_prefix`; `load_settings` reads it once at start and
-refuses unknown flags, unknown variables under its prefix, unknown keys in the file, and values out of range.
+A service declares one frozen `Settings` subclass with `env_prefix`; `load_settings` reads it once at start
+and refuses unknown flags, unknown variables under its prefix, unknown keys in the file, and values out of
+range.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 def load_settings(cls: type[SettingsT], argv: Sequence[str], *, prog: str) -> SettingsT:
     """Reads `cls` from `argv`, the environment and the file that `--config` names.
 
-    Exits with status 2 (after argparse's usage line) on an unknown flag; raises SettingsError naming the field
-    for anything else that is wrong.
+    Exits with status 2 (after argparse's usage line) on an unknown flag; raises SettingsError naming the
+    field for anything else that is wrong.
     """
     prefix = cls.model_config.get("env_prefix", "")
     assert prefix, f"{cls.__name__} has no env_prefix"
@@ -76,7 +77,10 @@ def load_settings(cls: type[SettingsT], argv: Sequence[str], *, prog: str) -> Se
             if config is not None:
                 if not config.is_file():
                     raise SettingsError(f"no such file: {config}", field="config")
-                sources += (TomlConfigSettingsSource(settings_cls, config),)
+                try:
+                    sources += (TomlConfigSettingsSource(settings_cls, config),)
+                except ValueError as error:  # not TOML, or not UTF-8
+                    raise SettingsError(f"{config}: {error}", field="config") from error
             return sources
 
     WithSources.__doc__ = cls.__doc__
@@ -85,17 +89,18 @@ def load_settings(cls: type[SettingsT], argv: Sequence[str], *, prog: str) -> Se
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise SettingsError(f"{field}: {first['msg']}", field=field) from error
+        message = first["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"{field}: {message}", field=field) from error
     return cls.model_construct(**{name: getattr(loaded, name) for name in cls.model_fields})
 
 
 def _config_path(argv: Sequence[str], variable: str) -> Path | None:
-    for index, argument in enumerate(argv):
-        if argument == "--config" and index + 1 < len(argv):
-            return Path(argv[index + 1])
-        if argument.startswith("--config="):
-            return Path(argument.removeprefix("--config="))
     value = os.environ.get(variable)
+    for index, argument in enumerate(argv):  # the last one wins, as for every flag
+        if argument == "--config" and index + 1 < len(argv):
+            value = argv[index + 1]
+        elif argument.startswith("--config="):
+            value = argument.removeprefix("--config=")
     return Path(value) if value else None
 
 

@@ -134,15 +134,16 @@ class Drafting:
         self._max_draft = description.max_draft
 
     def _on_done(self, done: DraftBatchDone) -> None:
-        answer, self._answer = self._answer, None
-        if done.batch_id != self._next_batch_id - 1 or answer is None:
-            raise ProtocolError(f"the drafter answered batch {done.batch_id}, which is not outstanding")
+        if self._answer is None or done.batch_id != self._next_batch_id - 1:
+            self._counters["draft_refused"] += 1
+            raise ProtocolError(f"answer to batch {done.batch_id}, which is not outstanding")
         for row in done.rows:
             sequence = self._outstanding.get(row.request_id)
             if row.status is not DraftStatus.OK and sequence is not None:
                 sequence.drafter_epoch = 0  # tell it everything again
         self._outstanding = {}
-        answer.set_result(done)
+        self._answer.set_result(done)
+        self._answer = None
 
     def _on_down(self) -> None:
         if self._answer is not None:

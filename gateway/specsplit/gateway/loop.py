@@ -53,6 +53,19 @@ from specsplit.gateway.wires import VerifierWire
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
+COUNTERS = (  # those that are shown also while they are 0
+    "requests_admitted",
+    "requests_cancelled",
+    "steps",
+    "step_rows",
+    "step_timeouts",
+    "preempted",
+    "verifier_lost",
+    "draft_timeouts",
+    "draft_skipped_steps",
+    "draft_refused",
+    "invariant_violations",
+)
 
 
 class GatewayLoop:
@@ -72,7 +85,7 @@ class GatewayLoop:
         self._empty = asyncio.Event()  # set each time the last request leaves
         self._is_draining = False
         self._shuffle = random.Random(0) if settings.shuffle_rows else None
-        self._counters: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._verifier: Link[VerifierDescription, VerifierCommand, VerifierEvent] = Link(
             "verifier",
             settings.verifier,
@@ -312,10 +325,11 @@ class GatewayLoop:
                     self._counters["preempted"] += 1
                     sequence.evicted()
             case StepDone():
-                answer, self._step_done = self._step_done, None
-                if answer is None or event.step_id != self._next_step_id - 1:
-                    raise ProtocolError(f"the verifier answered step {event.step_id}, not outstanding")
-                answer.set_result(event)
+                if self._step_done is None or event.step_id != self._next_step_id - 1:
+                    self._violated(f"the verifier answered step {event.step_id}, not outstanding")
+                    raise ProtocolError(f"answer to step {event.step_id}, which is not outstanding")
+                self._step_done.set_result(event)
+                self._step_done = None
         self._wake.set()
 
     def _on_opened(self, event: Opened) -> None:

@@ -156,7 +156,9 @@ class Sequence:
             is_stop_token = row.finish_reason is FinishReason.STOP and index == len(ids) - 1
             if is_stop_token:  # counted as a token, but its text is not part of the output
                 break
-            text += self._text.push(token_id)
+            num_output = self.num_output + index + 1
+            can_stop = num_output > self.request.sampling.min_tokens
+            text += self._text.push(token_id, can_stop=can_stop)
             if self._text.is_stopped:
                 return text, index + 1, FinishReason.STOP
         return text, len(ids), row.finish_reason

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import (
@@ -19,6 +21,8 @@ from specsplit.core.types import (
 )
 from specsplit.v1 import common_pb2
 
+EnumT = TypeVar("EnumT", bound=enum.IntEnum)
+
 
 def request_id(value: bytes) -> RequestId:
     if len(value) != REQUEST_ID_BYTES:
@@ -26,13 +30,18 @@ def request_id(value: bytes) -> RequestId:
     return value
 
 
+def enum_member(kind: type[EnumT], value: int, *, field: str) -> EnumT:
+    """The member of that number; the wire may carry any, also 0 for unset and those of later versions."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise InvalidRequest(f"unknown {field} {value}", field=field) from None
+
+
 def verification_mode(value: int) -> VerificationMode:
     if value == common_pb2.VERIFICATION_MODE_UNSPECIFIED:
         return VerificationMode.COUPLED
-    try:
-        return VerificationMode(value)
-    except ValueError:
-        raise InvalidRequest(f"unknown verification mode {value}", field="verification") from None
+    return enum_member(VerificationMode, value, field="verification")
 
 
 def order_from_pb(pb: common_pb2.Order, id_: RequestId) -> Order:

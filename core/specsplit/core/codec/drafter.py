@@ -106,7 +106,7 @@ def _row_done_from_pb(pb: drafter_pb2.DraftRowDone) -> DraftRowDone:
         request_id=common.request_id(pb.request_id),
         generation=pb.generation,
         base_len=pb.base_len,
-        status=DraftStatus(pb.status),
+        status=common.enum_member(DraftStatus, pb.status, field="status"),
         detail=pb.detail,
         draft_ids=tuple(pb.draft_ids),
         confidence=tuple(pb.confidence),

@@ -151,7 +151,9 @@ def event_from_pb(pb: gateway_pb2.GenerateEvent) -> GenerateEvent:
         case "finished":
             usage = pb.finished.usage
             return Finished(
-                finish_reason=FinishReason(pb.finished.finish_reason),
+                finish_reason=common.enum_member(
+                    FinishReason, pb.finished.finish_reason, field="finish_reason"
+                ),
                 usage=Usage(
                     prompt_tokens=usage.prompt_tokens,
                     completion_tokens=usage.completion_tokens,

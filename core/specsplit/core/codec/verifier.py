@@ -107,7 +107,7 @@ def event_from_pb(pb: verifier_pb2.VerifierEvent) -> VerifierEvent:
             return Opened(
                 request_id=common.request_id(pb.opened.request_id),
                 generation=pb.opened.generation,
-                status=Status(pb.opened.status),
+                status=common.enum_member(Status, pb.opened.status, field="status"),
                 detail=pb.opened.detail,
                 cached_tokens=pb.opened.cached_tokens,
                 free_blocks=pb.opened.free_blocks,
@@ -261,11 +261,13 @@ def _row_done_from_pb(pb: verifier_pb2.RowDone) -> RowDone:
         request_id=common.request_id(pb.request_id),
         generation=pb.generation,
         base_len=pb.base_len,
-        status=Status(pb.status),
+        status=common.enum_member(Status, pb.status, field="status"),
         detail=pb.detail,
         committed_ids=tuple(pb.committed_ids),
         num_accepted=pb.num_accepted,
-        finish_reason=FinishReason(pb.finish_reason) if pb.finish_reason else None,
+        finish_reason=common.enum_member(FinishReason, pb.finish_reason, field="finish_reason")
+        if pb.finish_reason
+        else None,
         logprobs=common.logprobs_from_pb(pb.logprobs),
         margins=tuple(pb.margins),
         num_computed=pb.num_computed,

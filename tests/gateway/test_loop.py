@@ -1,0 +1,470 @@
+"""The step loop against a verifier and a drafter that misbehave, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from specsplit.core.codec import drafter as drafter_codec
+from specsplit.core.codec import verifier as verifier_codec
+from specsplit.core.errors import Overloaded, ProtocolError, SpecsplitError, Unavailable
+from specsplit.core.types import (
+    Capacity,
+    CloseRequest,
+    Delta,
+    DraftBatch,
+    DraftBatchDone,
+    DrafterDescription,
+    DraftRowDone,
+    DraftStatus,
+    Finished,
+    FinishReason,
+    Opened,
+    OpenRequest,
+    Order,
+    Preempted,
+    RowDone,
+    SamplingParams,
+    Status,
+    Step,
+    StepDone,
+    StepRow,
+    VerifierDescription,
+    VerifierEvent,
+    new_incarnation,
+    new_request_id,
+)
+from specsplit.gateway.loop import GatewayLoop
+from specsplit.gateway.request import AdmittedRequest
+from specsplit.gateway.settings import GatewaySettings
+from specsplit.gateway.text.tokenizer import Tokenizer
+from specsplit.v1 import drafter_pb2_grpc, verifier_pb2_grpc
+
+VOCAB = 200
+
+
+def target(token_id: int) -> int:
+    """The scripted target: each token decides the next."""
+    return (token_id * 7 + 3) % VOCAB
+
+
+def continuation(last: int, num: int) -> list[int]:
+    out = []
+    for _ in range(num):
+        last = target(last)
+        out.append(last)
+    return out
+
+
+class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
+    """Verifies exactly against `target`; `twist` may replace or drop each event."""
+
+    def __init__(self) -> None:
+        self.description = VerifierDescription(
+            model="scripted",
+            revision="",
+            dtype="float32",
+            numerics="scripted",
+            tokenizer_digest="",
+            vocab_size=VOCAB,
+            max_sequence_tokens=200,
+            block_size=16,
+            num_blocks=64,
+            max_step_tokens=128,
+            max_step_rows=16,
+            incarnation=new_incarnation(),
+            registry_namespace=b"n" * 8,
+            eos_token_ids=(),
+        )
+        self.twist: Callable[[VerifierEvent], VerifierEvent | None] = lambda event: event
+        self.sequences: dict[bytes, tuple[OpenRequest, list[int]]] = {}
+        self.opens: list[OpenRequest] = []
+        self.steps: list[Step] = []
+
+    async def Describe(self, request: Any, context: Any) -> Any:
+        return verifier_codec.description_to_pb(self.description)
+
+    async def Run(self, commands: Any, context: Any) -> AsyncIterator[Any]:
+        yield verifier_codec.event_to_pb(Capacity(2, 64))
+        async for message in commands:
+            command = verifier_codec.command_from_pb(message)
+            event: VerifierEvent | None = None
+            match command:
+                case OpenRequest():
+                    self.opens.append(command)
+                    ids = [*command.prompt_ids, *command.output_ids]
+                    self.sequences[command.request_id] = (command, ids)
+                    event = Opened(command.request_id, command.generation, Status.OK, 64)
+                case CloseRequest():
+                    self.sequences.pop(command.request_id, None)
+                case Step():
+                    self.steps.append(command)
+                    rows = tuple(self._verify(row) for row in command.rows)
+                    event = StepDone(command.step_id, rows, 1, 1, 1, 1, 1, len(rows), 64)
+            if event is not None:
+                event = self.twist(event)
+            if event is not None:
+                yield verifier_codec.event_to_pb(event)
+
+    def _verify(self, row: StepRow) -> RowDone:
+        opened, ids = self.sequences[row.request_id]
+        assert (row.generation, row.base_len) == (opened.generation, len(ids))
+        if not row.is_sampling:
+            return RowDone(
+                row.request_id, row.generation, row.base_len, Status.OK, row.num_computed + row.num_tokens
+            )
+        committed: list[int] = []
+        for draft in [*row.draft_ids, None]:
+            committed.append(target((ids + committed)[-1]))
+            if draft != committed[-1]:
+                break
+        left = opened.sampling.max_tokens - (len(ids) - len(opened.prompt_ids))
+        committed = committed[:left]
+        ids.extend(committed)
+        return RowDone(
+            request_id=row.request_id,
+            generation=row.generation,
+            base_len=row.base_len,
+            status=Status.OK,
+            num_computed=len(ids) - 1,
+            committed_ids=tuple(committed),
+            num_accepted=min(len(committed), sum(map(int.__eq__, committed, row.draft_ids))),
+            finish_reason=FinishReason.LENGTH if len(committed) == left else None,
+        )
+
+
+class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
+    """Proposes the target's own continuation; `twist` may change or withhold each answer."""
+
+    def __init__(self) -> None:
+        self.twist: Callable[[DraftBatch, DraftBatchDone], DraftBatchDone | None] = lambda _, done: done
+        self.batches: list[DraftBatch] = []
+        self.last: dict[bytes, int] = {}
+
+    async def Describe(self, request: Any, context: Any) -> Any:
+        return drafter_codec.description_to_pb(DrafterDescription("scripted", 8, "", new_incarnation()))
+
+    async def Run(self, commands: Any, context: Any) -> AsyncIterator[Any]:
+        async for message in commands:
+            command = drafter_codec.command_from_pb(message)
+            if not isinstance(command, DraftBatch):
+                continue
+            self.batches.append(command)
+            rows = tuple(
+                DraftRowDone(
+                    row.request_id,
+                    row.generation,
+                    row.base_len,
+                    DraftStatus.OK,
+                    tuple(continuation(row.new_ids[-1], row.max_draft)),
+                )
+                for row in command.rows
+            )
+            done = self.twist(command, DraftBatchDone(command.batch_id, rows, 1))
+            if done is not None:
+                yield drafter_codec.batch_done_to_pb(done)
+
+
+@dataclasses.dataclass
+class Bench:
+    loop: GatewayLoop
+    verifier: ScriptedVerifier
+    drafter: ScriptedDrafter
+
+    async def text(self, prompt: list[int], *, max_tokens: int = 20, k: int = 4) -> list[int]:
+        ids: list[int] = []
+        async for event in self.loop.generate(admitted(prompt, max_tokens=max_tokens, k=k)):
+            if isinstance(event, Delta):
+                ids += event.ids
+            elif isinstance(event, Finished):
+                assert event.usage.completion_tokens == len(ids)
+        return ids
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return dict(self.loop.counters())
+
+
+def admitted(prompt: list[int], *, max_tokens: int = 20, k: int = 4, arrival: int = 0) -> AdmittedRequest:
+    id_ = new_request_id()
+    return AdmittedRequest(
+        request_id=id_,
+        order=Order(0, arrival, id_),
+        prompt_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, seed=1),
+        stop=(),
+        k=k,
+    )
+
+
+@asynccontextmanager
+async def bench(tiny_model_dir: Path, **settings: Any) -> AsyncIterator[Bench]:
+    verifier, drafter = ScriptedVerifier(), ScriptedDrafter()
+    servers, addresses = [], []
+    for add, servicer in (
+        (verifier_pb2_grpc.add_VerifierServicer_to_server, verifier),
+        (drafter_pb2_grpc.add_DrafterServicer_to_server, drafter),
+    ):
+        server = grpc.aio.server()
+        add(servicer, server)  # type: ignore[operator]
+        addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        await server.start()
+        servers.append(server)
+    loop = GatewayLoop(
+        GatewaySettings(
+            verifier=addresses[0],
+            drafter=addresses[1],
+            tokenizer=tiny_model_dir,
+            draft_timeout_ms=settings.pop("draft_timeout_ms", 2000),
+            **settings,
+        ),
+        Tokenizer.load(tiny_model_dir),
+    )
+    running = asyncio.ensure_future(loop.run())
+    try:
+        async with asyncio.timeout(20):
+            while not (loop.is_ready and loop.counters()["drafter_up"]):
+                assert not running.done(), running.exception()
+                await asyncio.sleep(0.01)
+        yield Bench(loop, verifier, drafter)
+        assert not running.done(), running.exception()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        for server in servers:
+            await server.stop(None)
+
+
+async def test_drafts_are_used_and_text_is_the_targets(tiny_model_dir: Path) -> None:
+    async with bench(tiny_model_dir) as b:
+        assert await b.text([5, 6], max_tokens=23) == continuation(6, 23)
+        assert len(b.verifier.steps) <= 6
+        assert b.counters["requests"] == 0
+
+
+LIES: list[tuple[str, Callable[[DraftRowDone], DraftRowDone], str]] = [
+    ("outside the vocabulary", lambda r: dataclasses.replace(r, draft_ids=(VOCAB,)), "draft_refused"),
+    ("longer than granted", lambda r: dataclasses.replace(r, draft_ids=(1,) * 9), "draft_refused"),
+    ("another base", lambda r: dataclasses.replace(r, base_len=r.base_len + 1), "draft_refused"),
+    ("another generation", lambda r: dataclasses.replace(r, generation=9), "draft_refused"),
+    ("another request", lambda r: dataclasses.replace(r, request_id=bytes(16)), "draft_refused"),
+    (
+        "state lost",
+        lambda r: DraftRowDone(r.request_id, 1, 0, DraftStatus.NEED_CONTEXT),
+        "draft_need_context",
+    ),
+    ("wrong drafts", lambda r: dataclasses.replace(r, draft_ids=(1, 2, 3)), "steps"),
+]
+
+
+@pytest.mark.parametrize(("lie", "counter"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES])
+async def test_a_lying_drafter_changes_nothing(
+    tiny_model_dir: Path, lie: Callable[[DraftRowDone], DraftRowDone], counter: str
+) -> None:
+    async with bench(tiny_model_dir) as b:
+        b.drafter.twist = lambda _, done: dataclasses.replace(done, rows=tuple(map(lie, done.rows)))
+        assert await b.text([5, 6], max_tokens=12) == continuation(6, 12)
+        assert b.counters[counter] > 0
+
+
+async def test_need_context_is_answered_with_the_whole_sequence(tiny_model_dir: Path) -> None:
+    async with bench(tiny_model_dir) as b:
+
+        def forget_once(batch: DraftBatch, done: DraftBatchDone) -> DraftBatchDone:
+            if batch.batch_id != 2:
+                return done
+            (row,) = done.rows
+            return dataclasses.replace(
+                done,
+                rows=(DraftRowDone(row.request_id, 1, row.base_len, DraftStatus.NEED_CONTEXT),),
+            )
+
+        b.drafter.twist = forget_once
+        assert await b.text([5, 6], max_tokens=30) == continuation(6, 30)
+        sent = [(row.base_len - len(row.new_ids)) for batch in b.drafter.batches for row in batch.rows]
+        assert sent[0] == 0
+        assert sent[1] > 0
+        assert sent[2] == 0, "the third batch holds everything again"
+        assert sent[3] > 0
+
+
+async def test_a_hanging_drafter_delays_one_step_only(tiny_model_dir: Path) -> None:
+    async with bench(tiny_model_dir, draft_timeout_ms=50) as b:
+        b.drafter.twist = lambda _, done: None
+        assert await b.text([5, 6], max_tokens=15) == continuation(6, 15)
+        assert b.counters["draft_timeouts"] == 1
+        assert b.counters["draft_skipped_steps"] > 5
+        assert len(b.drafter.batches) == 1
+
+
+REFUSALS = [
+    Status.STALE_BASE,
+    Status.DIGEST_MISMATCH,
+    Status.NOT_OWNER,
+    Status.STALE_GENERATION,
+    Status.INVALID,
+    Status.UNSUPPORTED,
+]
+
+
+@pytest.mark.parametrize("status", REFUSALS)
+async def test_a_refused_row_is_loud_and_ends_its_request(tiny_model_dir: Path, status: Status) -> None:
+    async with bench(tiny_model_dir) as b:
+
+        def refuse(event: VerifierEvent) -> VerifierEvent:
+            if isinstance(event, StepDone):
+                rows = tuple(dataclasses.replace(r, status=status, committed_ids=()) for r in event.rows)
+                return dataclasses.replace(event, rows=rows)
+            return event
+
+        b.verifier.twist = refuse
+        with pytest.raises(ProtocolError, match=status.name):
+            await b.text([5, 6])
+        assert b.counters["invariant_violations"] == 1
+        assert b.counters["requests"] == 0
+        b.verifier.twist = lambda event: event
+        assert await b.text([5, 6]) == continuation(6, 20)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(Status.NUMERIC_ERROR, "numeric_error"), (Status.INTERNAL, "internal_error")]
+)
+async def test_a_failed_row_ends_its_request_only(tiny_model_dir: Path, status: Status, code: str) -> None:
+    async with bench(tiny_model_dir) as b:
+
+        def fail_first(event: VerifierEvent) -> VerifierEvent:
+            if isinstance(event, StepDone):
+                first = b.verifier.opens[0].request_id
+                rows = tuple(
+                    dataclasses.replace(r, status=status, committed_ids=()) if r.request_id == first else r
+                    for r in event.rows
+                )
+                return dataclasses.replace(event, rows=rows)
+            return event
+
+        b.verifier.twist = fail_first
+        results = await asyncio.gather(
+            b.text([5, 6]), b.text([7, 8]), b.text([9, 10]), return_exceptions=True
+        )
+        failed = [r for r in results if isinstance(r, SpecsplitError)]
+        assert [error.code for error in failed] == [code]
+        assert sum(isinstance(r, list) and len(r) == 20 for r in results) == 2
+
+
+async def test_preempted_requests_come_back_with_their_output(tiny_model_dir: Path) -> None:
+    async with bench(tiny_model_dir) as b:
+        num_steps = 0
+
+        def preempt(event: VerifierEvent) -> VerifierEvent:
+            nonlocal num_steps
+            if isinstance(event, StepDone):
+                num_steps += 1
+                if num_steps in (3, 5):
+                    row = event.rows[0]
+                    _, ids = b.verifier.sequences[row.request_id]
+                    del ids[row.base_len :]  # the verdict is void
+                    rows = (dataclasses.replace(row, status=Status.PREEMPTED, committed_ids=()),)
+                    return dataclasses.replace(event, rows=rows)
+            return event
+
+        b.verifier.twist = preempt
+        assert await b.text([5, 6], max_tokens=40) == continuation(6, 40)
+        assert [o.generation for o in b.verifier.opens] == [1, 2, 3]
+        assert b.verifier.opens[2].output_ids == tuple(continuation(6, len(b.verifier.opens[2].output_ids)))
+        assert len(b.verifier.opens[2].output_ids) > len(b.verifier.opens[1].output_ids) > 0
+        assert b.counters["preempted"] == 2
+
+
+async def test_a_preempted_event_of_an_old_generation_is_ignored(tiny_model_dir: Path) -> None:
+    async with bench(tiny_model_dir) as b:
+
+        def stale(event: VerifierEvent) -> VerifierEvent | None:
+            if isinstance(event, StepDone) and event.step_id == 2:
+                b.loop._on_event(Preempted(event.rows[0].request_id, 7, 64))
+            return event
+
+        b.verifier.twist = stale
+        assert await b.text([5, 6]) == continuation(6, 20)
+        assert len(b.verifier.opens) == 1
+
+
+BROKEN: list[tuple[str, Callable[[StepDone], StepDone | None]]] = [
+    ("a row too few", lambda d: dataclasses.replace(d, rows=())),
+    (
+        "a row of a stranger",
+        lambda d: dataclasses.replace(
+            d, rows=tuple(dataclasses.replace(r, request_id=bytes(16)) for r in d.rows)
+        ),
+    ),
+    ("another step", lambda d: dataclasses.replace(d, step_id=d.step_id + 5)),
+    ("no answer", lambda d: None),
+]
+
+
+@pytest.mark.parametrize("breakage", [b[1] for b in BROKEN], ids=[b[0] for b in BROKEN])
+async def test_a_verifier_that_breaks_the_contract_loses_its_stream(
+    tiny_model_dir: Path, breakage: Callable[[StepDone], StepDone | None]
+) -> None:
+    """The requests are opened again on the next stream and end with the same text."""
+    async with bench(tiny_model_dir, step_timeout_seconds=0.5) as b:
+
+        def break_once(event: VerifierEvent) -> VerifierEvent | None:
+            if isinstance(event, StepDone) and len(b.verifier.steps) == 3:
+                b.verifier.steps.append(b.verifier.steps[-1])
+                return breakage(event)
+            return event
+
+        b.verifier.twist = break_once
+        assert await b.text([5, 6], max_tokens=40) == continuation(6, 40)
+        assert [o.generation for o in b.verifier.opens] == [1, 2]
+        assert b.counters["verifier_lost"] == 1
+
+
+async def test_another_model_behind_the_address_is_refused(tiny_model_dir: Path) -> None:
+    """A running request is not continued by a model with another vocabulary; it fails loudly in the end."""
+    async with bench(tiny_model_dir, step_timeout_seconds=0.3, verifier_wait_seconds=0.5) as b:
+
+        def replace_model(event: VerifierEvent) -> VerifierEvent | None:
+            if isinstance(event, StepDone) and len(b.verifier.steps) == 3:
+                b.verifier.description = dataclasses.replace(b.verifier.description, model="other")
+                return None
+            return event
+
+        b.verifier.twist = replace_model
+        with pytest.raises(Unavailable):
+            await b.text([5, 6], max_tokens=40)
+        assert not b.loop.is_ready
+        assert b.counters["requests"] == 0
+
+
+async def test_too_many_requests_are_refused_before_any_work(tiny_model_dir: Path) -> None:
+    async with bench(tiny_model_dir, max_requests=2) as b:
+        held = [b.loop.generate(admitted([1, 2])) for _ in range(2)]
+        for generator in held:
+            await anext(generator)
+        with pytest.raises(Overloaded):
+            await anext(b.loop.generate(admitted([1, 2])))
+        for generator in held:
+            await generator.aclose()
+        assert b.counters["requests"] == 0
+        assert await b.text([5, 6]) == continuation(6, 20)
+
+
+async def test_draining_refuses_new_requests_and_finishes_running_ones(tiny_model_dir: Path) -> None:
+    async with bench(tiny_model_dir) as b:
+        running = b.loop.generate(admitted([5, 6], max_tokens=30))
+        await anext(running)
+        draining = asyncio.ensure_future(b.loop.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable):
+            await anext(b.loop.generate(admitted([1, 2])))
+        ids = [i async for e in running if isinstance(e, Delta) for i in e.ids]
+        assert ids == continuation(6, 30)
+        await asyncio.wait_for(draining, 5)
