@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import os
 import random
@@ -48,8 +49,6 @@ async def looping(client: Client) -> GenerateRequest:
 
 
 def with_params(base: GenerateRequest, **params: object) -> GenerateRequest:
-    import dataclasses
-
     return dataclasses.replace(base, **params)  # type: ignore[arg-type]
 
 

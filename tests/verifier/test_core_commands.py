@@ -85,15 +85,27 @@ def test_a_wrong_row_is_refused_and_changes_nothing_while_others_go_on(kit, alon
     assert core.counts["invariant_violations"] == (status is Status.DIGEST_MISMATCH)
 
 
-def test_only_the_stream_that_opened_may_step_close_or_reopen(opened) -> None:
+def test_only_the_stream_that_opened_may_step_or_close(opened) -> None:
     core, _, client = opened
     before = held(core)
     (row,) = core.step([(2, Step(1, (client.row(),)))]).steps[0]
     assert row.status is Status.NOT_OWNER
     core.close(2, client.close_request())
-    assert core.open(2, replace(client.open_request(), generation=9)).status is Status.NOT_OWNER
+    assert core.open(2, client.open_request()).status is Status.NOT_OWNER
     core.close_owner(2)
     assert held(core) == before
+
+
+def test_a_greater_generation_takes_a_request_over_from_a_stream_that_hangs(opened) -> None:
+    """A gateway that lost its connection may be back before the verifier has noticed the loss."""
+    core, _, client = opened
+    assert core.open(2, replace(client.open_request(), generation=9)).status is Status.OK
+    (row,) = core.step([(1, Step(1, (client.row(),)))]).steps[0]
+    assert row.status is Status.NOT_OWNER
+    core.close_owner(1)
+    assert client.request_id in core.sequences
+    core.close_owner(2)
+    assert client.request_id not in core.sequences
 
 
 def test_a_request_twice_in_a_step_runs_once(opened) -> None:

@@ -204,6 +204,7 @@ def test_neighbours_of_a_broken_row_are_unchanged(kit, alone) -> None:
     done = harness.step_rows([good[0].row(), bad.row([1, 2]), good[1].row()])
     assert [row.status.name for row in done] == ["OK", "NUMERIC_ERROR", "OK"]
     assert bad.request_id not in core.sequences
+    assert core.open(1, kit.client((1, 47, *PROMPT), sampling).open_request()).cached_tokens == 0
     good[0].take(done[0])
     good[1].take(done[2])
     model.broken_ids = set()

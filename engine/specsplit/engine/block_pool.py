@@ -4,8 +4,8 @@ A block is *held* while somebody references it and *cached* while it is found un
 neither. Cached blocks that nobody holds count as free: when no empty one is left, the least recently released
 is evicted.
 
-The cache is closed under prefixes: while a block is cached, so are all before it in its chain. Two rules give
-that. Whoever holds a cached block holds all cached blocks before it, because `match_prefix` takes them from
+The cache is closed under prefixes: while a block is cached, so are all before it in its chain (but for what
+`uncache` took out). Two rules give that. Whoever holds a cached block holds all cached blocks before it, because `match_prefix` takes them from
 the first on and `cache` gives back the block that stands for the hash, whoever computed it. And `release`
 frees the last of a chain first, so that no block is ever less recently released than one that follows it.
 """
@@ -80,6 +80,17 @@ class BlockPool:
         self._hash_of[block] = hash_
         self._block_of[hash_] = block
         return block
+
+    def uncache(self, blocks: Iterable[int]) -> None:
+        """Makes held blocks unfindable, for KV that cannot be trusted.
+
+        Cached blocks that follow them can no longer be reached from the first on; they age and are evicted.
+        """
+        for block in blocks:
+            assert self._num_references[block] > 0, f"block {block} is not held"
+            hash_ = self._hash_of.pop(block, None)
+            if hash_ is not None:
+                del self._block_of[hash_]
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drops one reference on each of `blocks`, which are in the order of their sequence."""

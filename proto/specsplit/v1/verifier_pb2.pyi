@@ -6,7 +6,8 @@ The verifier: runs the target model over rows that gateways compose, decides abo
 A gateway holds one Run stream. It opens requests on it, sends steps, and closes requests; only the stream
 that opened a request may step or close it, and a stream that ends closes all its requests. Each row says
 who it is (request, generation, base_len, digest); a row that does not match what the verifier holds is
-refused by status and changes nothing.
+refused by status and changes nothing. An Open with a greater generation takes a request over, also from a
+stream that has not been seen to end yet.
 """
 
 from collections import abc as _abc

@@ -28,9 +28,9 @@ class Refusal:
 def refuse_open(
     owner: Owner, request: OpenRequest, held: SequenceState | None, limits: Limits, *, is_draining: bool
 ) -> Refusal | None:
-    if held is not None and held.owner != owner:
-        return Refusal(Status.NOT_OWNER, "another stream holds this request")
     if held is not None and request.generation <= held.generation:
+        if held.owner != owner:
+            return Refusal(Status.NOT_OWNER, "another stream holds this request")
         return Refusal(Status.STALE_GENERATION, f"generation {held.generation} is open")
     if is_draining:
         return Refusal(Status.DRAINING, "the verifier is draining")

@@ -177,9 +177,7 @@ class VerifierCore:
     def _count_answer(self, answer: RowDone) -> None:
         if answer.is_replay:
             self.counts["replays"] += 1
-        if (
-            answer.status is Status.DIGEST_MISMATCH
-        ):  # two sides hold other ids for one base: somebody has a bug
+        if answer.status is Status.DIGEST_MISMATCH:  # two sides hold other ids for one base: a bug somewhere
             self.counts["invariant_violations"] += 1
             log.error("request %s: digests differ at %d", answer.request_id.hex(), answer.base_len)
 
@@ -251,6 +249,7 @@ class VerifierCore:
             if decision.is_finite:
                 work.verdict = self._commit_row(sequence, work.row, decision)
             else:
+                self.pool.uncache(sequence.block_table)  # its KV may be what was not finite
                 self._forget(sequence)
                 work.verdict = refused(work.row, Refusal(Status.NUMERIC_ERROR, "logits are not finite"))
         done.sample_us += _microseconds(time.perf_counter() - started)
