@@ -9,7 +9,7 @@ import pytest
 from stack_harness import Stack
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def real_stack(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """SmolLM2; rows are composed in random order, on purpose."""
     stack = Stack(
@@ -21,7 +21,7 @@ def real_stack(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     assert stack.stop() == 0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tiny_stack(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A random model of 259 ids and a context of 256."""
     stack = Stack(

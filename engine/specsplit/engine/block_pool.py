@@ -4,10 +4,11 @@ A block is *held* while somebody references it and *cached* while it is found un
 neither. Cached blocks that nobody holds count as free: when no empty one is left, the least recently released
 is evicted.
 
-The cache is closed under prefixes: while a block is cached, so are all before it in its chain (but for what
-`uncache` took out). Two rules give that. Whoever holds a cached block holds all cached blocks before it, because `match_prefix` takes them from
-the first on and `cache` gives back the block that stands for the hash, whoever computed it. And `release`
-frees the last of a chain first, so that no block is ever less recently released than one that follows it.
+The cache is closed under prefixes: while a block is cached, so are all before it in its chain, but for what
+`uncache` took out. Two rules give that. Whoever holds a cached block holds all cached blocks before it,
+because `match_prefix` takes them from the first on and `cache` gives back the block that stands for the hash,
+whoever computed it. And `release` frees the last of a chain first, so that no block is ever less recently
+released than one that follows it.
 """
 
 from __future__ import annotations
