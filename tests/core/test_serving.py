@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specsplit.core.errors import InvalidRequest, ModelNotFound, SpecsplitError
-from specsplit.core.serving import abort, num_open_files, open_channel
+from specsplit.core.serving import GrpcService, ListenSettings, abort, num_open_files, open_channel
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -187,3 +187,55 @@ def test_open_files_are_counted() -> None:
     assert num_open_files() == before + 1
     os.close(descriptor)
     assert num_open_files() == before
+
+
+@asynccontextmanager
+async def relay(port: int) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """An address that forwards to `port` until the event is set: then both sides only hear nothing more."""
+    is_frozen = asyncio.Event()
+    pumps: set[asyncio.Task[None]] = set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            if is_frozen.is_set():
+                await asyncio.Event().wait()
+            writer.write(data)
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        pumps.add(asyncio.create_task(pump(reader, far_writer)))
+        pumps.add(asyncio.create_task(pump(far_reader, writer)))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", is_frozen
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        server.close()
+
+
+@pytest.mark.timeout(60)
+async def test_a_silent_peer_is_noticed_on_both_sides() -> None:
+    """Its connection stays open, as that of a frozen process or of a machine that lost its network."""
+    has_ended = asyncio.Event()
+
+    async def hold(_: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+        context.add_done_callback(lambda _: has_ended.set())  # type: ignore[arg-type]
+        yield b"begun"
+        await asyncio.Event().wait()
+
+    server = GrpcService("example", ListenSettings()).server
+    server.add_registered_method_handlers("t", {"Hold": grpc.unary_stream_rpc_method_handler(hold)})
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with relay(port) as (address, is_frozen), open_channel(address) as channel:
+        call = channel.unary_stream("/t/Hold")(b"")
+        assert await call.read() == b"begun"
+        is_frozen.set()
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await call.read()
+        await has_ended.wait()
+    await server.stop(grace=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -86,6 +87,17 @@ def test_wrong_settings_end_with_status_2_and_name_the_flag() -> None:
     ended = subprocess.run([sys.executable, *DRAFTER, "--max-n", "1"], capture_output=True, check=False)
     assert ended.returncode == 2
     assert b"max_n" in ended.stderr
+
+
+def test_a_taken_port_is_said_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run(
+            [sys.executable, *DRAFTER, "--port", port], capture_output=True, check=False, text=True
+        )
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert f"specsplit drafter: error: cannot listen on 127.0.0.1:{port}" in ended.stderr
 
 
 def test_the_drafter_imports_no_torch_and_no_numpy() -> None:

@@ -185,6 +185,14 @@ NOT_OBJECTS = (
 )
 
 
+async def test_more_prompts_than_can_ever_be_admitted(client: httpx.AsyncClient, generator: Any) -> None:
+    """Trying again would not help, so it is not answered 429."""
+    check_error(
+        await client.post(COMPLETIONS, json={"prompt": ["a"] * 1025}), 400, "prompt", "invalid_request"
+    )
+    assert generator.requests == []
+
+
 async def test_what_is_not_a_json_object(client: httpx.AsyncClient, generator: Any) -> None:
     for body in NOT_OBJECTS:
         for path in (CHAT, COMPLETIONS, "/tokenize", "/detokenize"):

@@ -84,6 +84,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
             eos_token_ids=(),
         )
         self.twist: Callable[[VerifierEvent], VerifierEvent | None] = lambda event: event
+        self.is_hung = False  # streams are taken, but nothing is said on them
         self.sequences: dict[bytes, tuple[OpenRequest, list[int]]] = {}
         self.opens: list[OpenRequest] = []
         self.steps: list[Step] = []
@@ -92,6 +93,8 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
         return verifier_codec.description_to_pb(self.description)
 
     async def Run(self, commands: Any, context: Any) -> AsyncIterator[Any]:
+        if self.is_hung:
+            await asyncio.Event().wait()
         yield verifier_codec.event_to_pb(Capacity(2, 64))
         async for message in commands:
             command = verifier_codec.command_from_pb(message)
@@ -403,6 +406,38 @@ BROKEN: list[tuple[str, Callable[[StepDone], StepDone | None]]] = [
             d, rows=tuple(dataclasses.replace(r, request_id=bytes(16)) for r in d.rows)
         ),
     ),
+    (
+        "another base",
+        lambda d: dataclasses.replace(
+            d, rows=tuple(dataclasses.replace(r, base_len=r.base_len + 1) for r in d.rows)
+        ),
+    ),
+    (
+        "another generation",
+        lambda d: dataclasses.replace(
+            d, rows=tuple(dataclasses.replace(r, generation=r.generation + 1) for r in d.rows)
+        ),
+    ),
+    (
+        "nothing sampled",
+        lambda d: dataclasses.replace(
+            d,
+            rows=tuple(
+                dataclasses.replace(r, committed_ids=(), num_accepted=0, num_computed=r.base_len)
+                for r in d.rows
+            ),
+        ),
+    ),
+    (
+        "more than was drafted",
+        lambda d: dataclasses.replace(
+            d,
+            rows=tuple(
+                dataclasses.replace(r, committed_ids=(1,) * 9, num_accepted=8, num_computed=r.base_len + 8)
+                for r in d.rows
+            ),
+        ),
+    ),
     ("another step", lambda d: dataclasses.replace(d, step_id=d.step_id + 5)),
     ("no answer", lambda d: None),
 ]
@@ -425,6 +460,32 @@ async def test_a_verifier_that_breaks_the_contract_loses_its_stream(
         assert await b.text([5, 6], max_tokens=40) == continuation(6, 40)
         assert [o.generation for o in b.verifier.opens] == [1, 2]
         assert b.counters["verifier_lost"] == 1
+
+
+async def test_an_open_without_an_answer_costs_the_stream(tiny_model_dir: Path) -> None:
+    """No step is outstanding then, so none times out."""
+    async with bench(tiny_model_dir, step_timeout_seconds=0.3) as b:
+        b.verifier.twist = lambda e: None if isinstance(e, Opened) and e.generation == 1 else e
+        assert await b.text([5, 6]) == continuation(6, 20)
+        assert [o.generation for o in b.verifier.opens] == [1, 2]
+        assert (b.counters["open_timeouts"], b.counters["verifier_lost"]) == (1, 1)
+
+
+async def test_a_verifier_that_takes_the_stream_and_says_nothing_is_none(tiny_model_dir: Path) -> None:
+    """Connected is not enough: requests fail when no verifier works for them in time."""
+    async with bench(tiny_model_dir, step_timeout_seconds=0.3, verifier_wait_seconds=0.5) as b:
+
+        def hang(event: VerifierEvent) -> VerifierEvent | None:
+            if len(b.verifier.steps) < 3:
+                return event
+            b.verifier.is_hung = True
+            return None
+
+        b.verifier.twist = hang
+        with pytest.raises(Unavailable):
+            await b.text([5, 6], max_tokens=40)
+        assert not b.loop.is_ready
+        assert b.counters["requests"] == 0
 
 
 async def test_another_model_behind_the_address_is_refused(tiny_model_dir: Path) -> None:

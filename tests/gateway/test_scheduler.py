@@ -216,3 +216,12 @@ def test_a_description_with_fewer_rows_opens_fewer(tokenizer: Tokenizer) -> None
     small = dataclasses.replace(VERIFIER, max_step_rows=2)
     waiting = [make(tokenizer, arrival=i) for i in range(5)]
     assert choose_to_open(waiting, small, free_blocks=64) == waiting[:2]
+
+
+def test_a_step_never_has_more_rows_than_tokens(tokenizer: Tokenizer) -> None:
+    verifier = dataclasses.replace(VERIFIER, max_step_tokens=3)
+    waiting = [make(tokenizer, arrival=i) for i in range(6)]
+    assert choose_to_open(waiting, verifier, free_blocks=64) == waiting[:3]
+    decoding = [running(make(tokenizer, arrival=i), computed=7) for i in range(6)]
+    rows = schedule(decoding, verifier, max_prefill_tokens=16)
+    assert [(r.sequence, r.num_tokens, r.max_draft) for r in rows] == [(s, 1, 0) for s in decoding[:3]]

@@ -29,17 +29,24 @@ _MESSAGE_LIMITS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
+# A peer that is frozen or unplugged closes no connection: only a ping that it does not answer tells. Servers
+# ask too, else they would hold a stream's state for as long as the peer is silent. Of the two time-outs,
+# grpcio 1.85 heeds the second one only.
+_KEEPALIVE = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
 _SERVER_OPTIONS = [
     *_MESSAGE_LIMITS,
+    *_KEEPALIVE,
     ("grpc.so_reuseport", 0),  # a taken port is an error, not a second listener
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
 ]
 _CHANNEL_OPTIONS = [
     *_MESSAGE_LIMITS,
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    *_KEEPALIVE,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Sequence
 
-from specsplit.core.errors import SettingsError
+from specsplit.core.errors import SettingsError, SpecsplitError
 from specsplit.core.serving import GrpcService
 from specsplit.core.settings import exit_on_settings_error, load_settings
 from specsplit.drafter.ngram import NgramProposer
@@ -24,7 +25,11 @@ def main(argv: Sequence[str]) -> None:
         settings = load_settings(DrafterSettings, argv, prog=PROG)
     except SettingsError as error:
         exit_on_settings_error(error, prog=PROG)
-    asyncio.run(serve(NgramProposer(min_n=settings.min_n, max_n=settings.max_n), settings))
+    try:
+        asyncio.run(serve(NgramProposer(min_n=settings.min_n, max_n=settings.max_n), settings))
+    except SpecsplitError as error:  # a port that is taken
+        print(f"{PROG}: error: {error.message}", file=sys.stderr)
+        raise SystemExit(1) from error
 
 
 async def serve(proposer: Proposer[State], settings: DrafterSettings) -> None:

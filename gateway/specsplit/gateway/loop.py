@@ -59,6 +59,7 @@ COUNTERS = (  # those that are shown also while they are 0
     "steps",
     "step_rows",
     "step_timeouts",
+    "open_timeouts",
     "preempted",
     "verifier_lost",
     "draft_timeouts",
@@ -78,7 +79,7 @@ class GatewayLoop:
         self._description: VerifierDescription | None = None  # of the last verifier accepted
         self._free_blocks = 0
         self._is_verifier_draining = False
-        self._down_since: float | None = None
+        self._down_since: float | None = None  # until a verifier said its capacity
         self._next_step_id = 1
         self._step_done: asyncio.Future[StepDone] | None = None
         self._wake = asyncio.Event()
@@ -107,7 +108,7 @@ class GatewayLoop:
 
     @property
     def is_ready(self) -> bool:
-        return self._verifier.is_up and not self._is_draining
+        return self._verifier.is_up and self._down_since is None and not self._is_draining
 
     def model(self) -> ModelCard:
         description = self._known_description()
@@ -258,11 +259,13 @@ class GatewayLoop:
         if len(done.rows) != len(step.rows):
             raise ProtocolError(f"step {step.step_id}: {len(done.rows)} rows for {len(step.rows)}")
         self._free_blocks = done.free_blocks
-        verdicts = {row.request_id: row for row in done.rows}
+        verdicts = {(row.request_id, row.generation, row.base_len): row for row in done.rows}
         for sent, row in zip(step.rows, planned, strict=True):
-            verdict = verdicts.get(sent.request_id)
+            verdict = verdicts.get((sent.request_id, sent.generation, sent.base_len))
             if verdict is None:
                 raise ProtocolError(f"step {step.step_id}: no verdict on {sent.request_id.hex()}")
+            if verdict.status is Status.OK and not _is_possible(sent, verdict):
+                raise ProtocolError(f"step {step.step_id}: {verdict} cannot be the verdict on {sent}")
             self._commit_row(row.sequence, sent, verdict)
         self._counters["steps"] += 1
         self._counters["step_rows"] += len(step.rows)
@@ -303,6 +306,8 @@ class GatewayLoop:
         if self._description is not None and _identity(description) != _identity(self._description):
             raise ProtocolError(f"{description} is not the verifier served before, {self._description}")
         self._description = description
+        if self._down_since is None:
+            self._down_since = time.monotonic()
         self._free_blocks = description.num_blocks
         self._is_verifier_draining = False
 
@@ -352,7 +357,8 @@ class GatewayLoop:
 
     def _on_down(self) -> None:
         """Every request that was at the verifier waits for its successor; no client notices."""
-        self._down_since = time.monotonic()
+        if self._down_since is None:
+            self._down_since = time.monotonic()
         self._counters["verifier_lost"] += 1
         if self._step_done is not None:
             self._step_done.cancel()
@@ -363,14 +369,26 @@ class GatewayLoop:
         self._wake.set()
 
     async def _watch(self) -> None:
-        """Fails requests that waited too long for a verifier to come back."""
+        """Fails requests that waited too long for a verifier; gives one up that does not answer an Open.
+
+        A step that is outstanding has its own time-out; a verifier may fall silent when there is none.
+        """
+        opening: dict[tuple[RequestId, int], float] = {}  # since when each was seen to wait for its Opened
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if self._verifier.is_up or self._down_since is None:
-                continue
-            if time.monotonic() - self._down_since > self._settings.verifier_wait_seconds:
+            now = time.monotonic()
+            opening = {
+                key: opening.get(key, now)
+                for sequence in self._sequences.values()
+                if sequence.phase is Phase.OPENING
+                for key in ((sequence.request.request_id, sequence.generation),)
+            }
+            if self._down_since is not None and now - self._down_since > self._settings.verifier_wait_seconds:
                 for sequence in list(self._sequences.values()):
-                    self._fail(sequence, Unavailable("no verifier came back"))
+                    self._fail(sequence, Unavailable("no verifier answered in time"))
+            elif any(now - since > self._settings.step_timeout_seconds for since in opening.values()):
+                self._counters["open_timeouts"] += 1
+                self._verifier.drop("no answer to an Open")
 
     # --- the end of a request -----------------------------------------------------------------------------
 
@@ -400,6 +418,18 @@ class GatewayLoop:
         if self._description is None:
             raise Unavailable("no verifier is connected yet")
         return self._description
+
+
+def _is_possible(sent: StepRow, verdict: RowDone) -> bool:
+    """Whether an OK verdict can be one on `sent`: a chunk commits nothing, a sampling row one id at least."""
+    num_committed = len(verdict.committed_ids)
+    if not sent.is_sampling:
+        return num_committed == 0 and verdict.num_computed == sent.num_computed + sent.num_tokens
+    return (
+        1 <= num_committed <= len(sent.draft_ids) + 1
+        and verdict.num_accepted <= min(num_committed, len(sent.draft_ids))
+        and verdict.num_computed == sent.base_len + num_committed - 1
+    )
 
 
 def _identity(d: VerifierDescription) -> tuple[object, ...]:

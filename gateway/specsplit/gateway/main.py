@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Sequence
 
-from specsplit.core.errors import SettingsError
+from specsplit.core.errors import SettingsError, SpecsplitError, Unavailable
 from specsplit.core.serving import GrpcService
 from specsplit.core.settings import exit_on_settings_error, load_settings
 from specsplit.gateway.api.grpc_api import GatewayServicer
@@ -27,7 +28,11 @@ def main(argv: Sequence[str]) -> None:
     except SettingsError as error:
         exit_on_settings_error(error, prog=PROG)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(serve(settings))
+    try:
+        asyncio.run(serve(settings))
+    except SpecsplitError as error:  # a port that is taken, a tokenizer that cannot be read
+        print(f"{PROG}: error: {error.message}", file=sys.stderr)
+        raise SystemExit(1) from error
 
 
 async def serve(settings: GatewaySettings) -> None:
@@ -42,7 +47,11 @@ async def serve(settings: GatewaySettings) -> None:
     running.add_done_callback(_exit_on_failure)
 
     async def start() -> None:
-        await http.start()
+        try:
+            await http.start()
+        except OSError as error:
+            wanted = f"{settings.host}:{settings.http_port}"
+            raise Unavailable(f"cannot listen on {wanted}: {error.strerror}", field="http_port") from error
         service.addresses["http"] = f"{settings.host}:{http.port}"
 
     async def close() -> None:

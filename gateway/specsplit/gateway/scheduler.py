@@ -29,6 +29,11 @@ def num_blocks(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+def _max_rows(verifier: VerifierDescription) -> int:
+    """Rows of one step: each computes a token at least."""
+    return min(verifier.max_step_rows, verifier.max_step_tokens)
+
+
 def choose_to_open(
     sequences: Iterable[Sequence], verifier: VerifierDescription, *, free_blocks: int
 ) -> list[Sequence]:
@@ -41,7 +46,7 @@ def choose_to_open(
     """
     ordered = in_order(sequences)
     opened = [s for s in ordered if s.phase in (Phase.OPENING, Phase.RUNNING)]
-    room = verifier.max_step_rows - len(opened)
+    room = _max_rows(verifier) - len(opened)
     chosen: list[Sequence] = []
     for candidate in ordered:
         if candidate.phase is not Phase.WAITING:
@@ -72,7 +77,7 @@ def schedule(
     Every decoding request gets a row of one token and, in order, as many drafts as it may have and the token
     budget holds; what is left of the budget, at most `max_prefill_tokens`, goes to prefill chunks in order.
     """
-    running = in_order(s for s in sequences if s.phase is Phase.RUNNING)[: verifier.max_step_rows]
+    running = in_order(s for s in sequences if s.phase is Phase.RUNNING)[: _max_rows(verifier)]
     decoding = [s for s in running if s.num_uncomputed == 1]
     budget = verifier.max_step_tokens - len(decoding)
     rows: list[PlannedRow] = []
@@ -86,7 +91,7 @@ def schedule(
             chunk = min(sequence.num_uncomputed, budget)
             budget -= chunk
             rows.append(PlannedRow(sequence, num_tokens=chunk, max_draft=0))
-    return rows[: verifier.max_step_rows]
+    return rows
 
 
 def _max_draft(sequence: Sequence, verifier: VerifierDescription) -> int:

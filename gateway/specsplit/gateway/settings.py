@@ -39,7 +39,7 @@ class GatewaySettings(ListenSettings):
     draft_timeout_ms: float = Field(default=50.0, gt=0)
     """Time a drafter has to answer before the step goes on without it."""
     step_timeout_seconds: float = Field(default=120.0, gt=0)
-    """Time a verifier has to answer a step before its stream is given up and its requests re-opened."""
+    """Time a verifier has to answer a step or an open; then its stream is given up and requests re-opened."""
     verifier_wait_seconds: float = Field(default=180.0, gt=0)
     """Time a request waits for a verifier to come back before it fails with 503."""
     shuffle_rows: bool = False

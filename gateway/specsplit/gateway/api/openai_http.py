@@ -109,6 +109,13 @@ class _OpenAIHttp:
 
         def check() -> tuple[BodyT, list[AdmittedRequest]]:
             body = parse_body(parse_object(raw))
+            requests = body.to_requests()
+            if len(requests) > self._settings.max_requests:
+                raise InvalidRequest(
+                    f"{len(requests)} prompts are more than this server takes at once, "
+                    f"{self._settings.max_requests}",
+                    field="prompt",
+                )
             admitted = [
                 admit(
                     one,
@@ -120,7 +127,7 @@ class _OpenAIHttp:
                     default_max_tokens=default_max_tokens,
                     traceparent=traceparent,
                 )
-                for one in body.to_requests()
+                for one in requests
             ]
             return body, admitted
 
