@@ -307,6 +307,19 @@ async def test_a_hanging_drafter_delays_one_step_only(tiny_model_dir: Path) -> N
         assert len(b.drafter.batches) == 1
 
 
+async def test_a_lost_answer_does_not_end_drafting_for_good(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specsplit.gateway.drafting.GIVE_UP_SECONDS", 0.1)
+    async with bench(tiny_model_dir, draft_timeout_ms=50) as b:
+        b.drafter.twist = lambda batch, done: None if batch.batch_id == 1 else done
+        async with asyncio.timeout(20):
+            while len(b.drafter.batches) < 2:
+                assert await b.text([5, 6], max_tokens=15) == continuation(6, 15)
+                await asyncio.sleep(0.01)
+        assert b.counters["draft_timeouts"] == 1
+
+
 REFUSALS = [
     Status.STALE_BASE,
     Status.DIGEST_MISMATCH,
@@ -390,7 +403,7 @@ async def test_a_preempted_event_of_an_old_generation_is_ignored(tiny_model_dir:
 
         def stale(event: VerifierEvent) -> VerifierEvent | None:
             if isinstance(event, StepDone) and event.step_id == 2:
-                b.loop._on_event(Preempted(event.rows[0].request_id, 7, 64))
+                b.loop._target._on_event(Preempted(event.rows[0].request_id, 7, 64))
             return event
 
         b.verifier.twist = stale
@@ -485,6 +498,24 @@ async def test_a_verifier_that_takes_the_stream_and_says_nothing_is_none(tiny_mo
         with pytest.raises(Unavailable):
             await b.text([5, 6], max_tokens=40)
         assert not b.loop.is_ready
+        assert b.counters["requests"] == 0
+
+
+async def test_a_request_that_kills_verifier_after_verifier_is_given_up(tiny_model_dir: Path) -> None:
+    """Its neighbours' streams go on; the poison does not come back for ever."""
+    async with bench(tiny_model_dir, step_timeout_seconds=0.2) as b:
+
+        def die_of_poison(event: VerifierEvent) -> VerifierEvent | None:
+            if isinstance(event, StepDone):
+                poisoned = [o.request_id for o in b.verifier.opens if o.prompt_ids[0] == 66]
+                if any(row.request_id in poisoned for row in event.rows):
+                    return None
+            return event
+
+        b.verifier.twist = die_of_poison
+        with pytest.raises(Unavailable, match="4 times"):
+            await b.text([66, 6])
+        assert await b.text([5, 6]) == continuation(6, 20)
         assert b.counters["requests"] == 0
 
 

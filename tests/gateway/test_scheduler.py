@@ -127,6 +127,15 @@ def test_drafts_shrink_in_order_when_the_token_budget_is_short(tokenizer: Tokeni
     assert sum(r.num_tokens + r.max_draft for r in rows) == VERIFIER.max_step_tokens
 
 
+def test_drafts_do_not_starve_a_prompt_nor_a_prompt_the_drafts(tokenizer: Tokenizer) -> None:
+    decoding = [running(make(tokenizer, arrival=i, k=32), computed=7) for i in range(4)]
+    prompt = running(make(tokenizer, arrival=9, num_prompt=200), computed=0)
+    rows = schedule([prompt, *decoding], VERIFIER, max_prefill_tokens=256)
+    assert [r.max_draft for r in rows] == [30, 0, 0, 0, 0]
+    assert rows[-1].num_tokens == 30
+    assert sum(r.num_tokens + r.max_draft for r in rows) == VERIFIER.max_step_tokens
+
+
 @pytest.mark.parametrize(("max_tokens", "expected"), [(1, 0), (2, 1), (3, 2), (5, 4), (6, 4)])
 def test_no_draft_past_max_tokens(tokenizer: Tokenizer, max_tokens: int, expected: int) -> None:
     rows = schedule(

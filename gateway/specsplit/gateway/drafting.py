@@ -1,12 +1,14 @@
 """Asks the drafter for one step's drafts, and fails open. Knows no verifier and no scheduling.
 
 A drafter that is away, late, full or lying costs its rows their drafts in that step, nothing else. While an
-answer is outstanding no further one is asked for, so a drafter that hangs delays one step only.
+answer is outstanding no further one is asked for, so a drafter that hangs delays one step only; when the
+answer does not come at all, the stream is opened anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence as Rows
 
@@ -29,6 +31,8 @@ from specsplit.gateway.scheduler import PlannedRow
 from specsplit.gateway.sequence import Sequence
 from specsplit.gateway.wires import DrafterWire
 
+GIVE_UP_SECONDS = 10.0  # an answer this late will not come: the stream is opened anew
+
 
 class Drafting:
     """Drafts for planned rows, keyed by request id; what is missing there has no draft."""
@@ -50,6 +54,7 @@ class Drafting:
         self._max_draft = 0
         self._next_batch_id = 1
         self._answer: asyncio.Future[DraftBatchDone] | None = None
+        self._asked_at = 0.0
         self._outstanding: dict[RequestId, Sequence] = {}  # whose rows the outstanding batch holds
 
     async def draft(self, plan: Rows[PlannedRow], vocab_size: int) -> dict[RequestId, TokenIds]:
@@ -58,11 +63,14 @@ class Drafting:
             return {}
         if self._answer is not None:
             self._counters["draft_skipped_steps"] += 1
+            if time.monotonic() - self._asked_at > GIVE_UP_SECONDS:
+                self.link.drop(f"no answer to batch {self._next_batch_id - 1}")
             return {}
         batch = DraftBatch(self._next_batch_id, tuple(self._row(row) for row in rows))
         self._next_batch_id += 1
         self._outstanding = {row.sequence.request.request_id: row.sequence for row in rows}
         self._answer = answer = asyncio.get_running_loop().create_future()
+        self._asked_at = time.monotonic()
         self.link.send(batch)
         done, _ = await asyncio.wait((answer,), timeout=self._timeout_seconds)
         if not done:

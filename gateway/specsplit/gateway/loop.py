@@ -7,7 +7,6 @@ it. A step reads `schedule`, `draft`, `verify`, `commit`.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections import Counter
@@ -22,7 +21,6 @@ from specsplit.core.errors import (
     Unavailable,
 )
 from specsplit.core.types import (
-    WIRE_VERSION,
     Capacity,
     Finished,
     GenerateEvent,
@@ -37,22 +35,18 @@ from specsplit.core.types import (
     StepDone,
     StepRow,
     TokenIds,
-    VerifierCommand,
-    VerifierDescription,
-    VerifierEvent,
 )
 from specsplit.gateway.drafting import Drafting
-from specsplit.gateway.link import Link, gather_forever
+from specsplit.gateway.link import gather_forever
 from specsplit.gateway.request import AdmittedRequest, Limits
 from specsplit.gateway.scheduler import PlannedRow, choose_to_open, schedule
 from specsplit.gateway.sequence import Phase, Sequence
 from specsplit.gateway.settings import GatewaySettings
+from specsplit.gateway.target import Target
 from specsplit.gateway.text.tokenizer import Tokenizer
-from specsplit.gateway.wires import VerifierWire
-
-log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
+MAX_LOST_VERIFIERS = 3  # times that one request is opened again after its verifier died
 COUNTERS = (  # those that are shown also while they are 0
     "requests_admitted",
     "requests_cancelled",
@@ -76,24 +70,19 @@ class GatewayLoop:
         self._settings = settings
         self._tokenizer = tokenizer
         self._sequences: dict[RequestId, Sequence] = {}
-        self._description: VerifierDescription | None = None  # of the last verifier accepted
-        self._free_blocks = 0
-        self._is_verifier_draining = False
-        self._down_since: float | None = None  # until a verifier said its capacity
         self._next_step_id = 1
-        self._step_done: asyncio.Future[StepDone] | None = None
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()  # set each time the last request leaves
         self._is_draining = False
         self._shuffle = random.Random(0) if settings.shuffle_rows else None
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._verifier: Link[VerifierDescription, VerifierCommand, VerifierEvent] = Link(
-            "verifier",
+        self._target = Target(
             settings.verifier,
-            VerifierWire(),
-            accept=self._accept,
+            tokenizer_digest=tokenizer.digest,
+            step_timeout_seconds=settings.step_timeout_seconds,
+            counters=self._counters,
             on_event=self._on_event,
-            on_down=self._on_down,
+            on_lost=self._on_lost,
         )
         self._drafting: Drafting | None = None
         if settings.drafter is not None:
@@ -108,25 +97,25 @@ class GatewayLoop:
 
     @property
     def is_ready(self) -> bool:
-        return self._verifier.is_up and self._down_since is None and not self._is_draining
+        return self._target.is_ready and not self._is_draining
 
     def model(self) -> ModelCard:
-        description = self._known_description()
+        description = self._target.description
         return ModelCard(self._settings.model_name or description.model, description.max_sequence_tokens)
 
     def limits(self) -> Limits:
-        description = self._known_description()
+        description = self._target.description
         return Limits(description.vocab_size, description.max_sequence_tokens)
 
     def counters(self) -> Mapping[str, int]:
         phases = Counter(sequence.phase for sequence in self._sequences.values())
-        codec_ns = self._verifier.codec_ns + (self._drafting.link.codec_ns if self._drafting else 0)
+        codec_ns = self._target.link.codec_ns + (self._drafting.link.codec_ns if self._drafting else 0)
         return {
             "requests": len(self._sequences),
             **{f"requests_{phase.value}": phases[phase] for phase in Phase},
-            "verifier_up": int(self._verifier.is_up),
+            "verifier_up": int(self._target.link.is_up),
             "drafter_up": int(self._drafting is not None and self._drafting.link.is_up),
-            "free_blocks": self._free_blocks,
+            "free_blocks": self._target.free_blocks,
             "codec_us": codec_ns // 1000,
             **self._counters,
         }
@@ -166,7 +155,7 @@ class GatewayLoop:
 
     async def run(self) -> None:
         """Runs until cancelled; a broken invariant raises."""
-        runners = [self._verifier.run, self._run_steps, self._watch]
+        runners = [self._target.link.run, self._run_steps, self._watch]
         if self._drafting is not None:
             runners.append(self._drafting.link.run)
         await gather_forever(*runners)
@@ -184,35 +173,33 @@ class GatewayLoop:
             step, planned = self._compose(plan, drafts)
             if not step.rows:  # all of them were cancelled or preempted meanwhile
                 continue
-            done = await self._verify(step)
+            done = await self._target.verify(step)
             if done is None:
                 continue
             try:
                 self._commit(step, planned, done)
             except ProtocolError as error:
-                self._violated(str(error))
-                self._verifier.drop(str(error))
+                self._target.violated(str(error))
+                self._target.link.drop(str(error))
 
     def _schedule(self) -> list[PlannedRow]:
         """Opens the waiting requests that fit, and plans the rows of those that run."""
-        if not self._verifier.is_up or self._description is None:
+        if not self._target.link.is_up:
             return []
-        if not self._is_verifier_draining:
+        verifier = self._target.description
+        if not self._target.is_draining:
             for sequence in choose_to_open(
-                self._sequences.values(), self._description, free_blocks=self._free_blocks
+                self._sequences.values(), verifier, free_blocks=self._target.free_blocks
             ):
-                self._verifier.send(sequence.open())
+                self._target.open(sequence.open())
         return schedule(
-            self._sequences.values(),
-            self._description,
-            max_prefill_tokens=self._settings.max_prefill_tokens,
+            self._sequences.values(), verifier, max_prefill_tokens=self._settings.max_prefill_tokens
         )
 
     async def _draft(self, plan: list[PlannedRow]) -> dict[RequestId, TokenIds]:
         if self._drafting is None:
             return {}
-        assert self._description is not None
-        return await self._drafting.draft(plan, self._description.vocab_size)
+        return await self._drafting.draft(plan, self._target.description.vocab_size)
 
     def _compose(
         self, plan: list[PlannedRow], drafts: Mapping[RequestId, TokenIds]
@@ -241,24 +228,10 @@ class GatewayLoop:
         self._counters["own_ns"] += time.perf_counter_ns() - start
         return step, planned
 
-    async def _verify(self, step: Step) -> StepDone | None:
-        """The answer, or None when the stream broke; its requests then wait to be opened again."""
-        if not self._verifier.is_up:
-            return None
-        self._step_done = answer = asyncio.get_running_loop().create_future()
-        self._verifier.send(step)
-        done, _ = await asyncio.wait((answer,), timeout=self._settings.step_timeout_seconds)
-        if not done:
-            self._counters["step_timeouts"] += 1
-            self._verifier.drop(f"no answer to step {step.step_id}")
-            await asyncio.wait((answer,))  # cancelled when the stream is down
-        return None if answer.cancelled() else answer.result()
-
     def _commit(self, step: Step, planned: list[PlannedRow], done: StepDone) -> None:
         start = time.perf_counter_ns()
         if len(done.rows) != len(step.rows):
             raise ProtocolError(f"step {step.step_id}: {len(done.rows)} rows for {len(step.rows)}")
-        self._free_blocks = done.free_blocks
         verdicts = {(row.request_id, row.generation, row.base_len): row for row in done.rows}
         for sent, row in zip(step.rows, planned, strict=True):
             verdict = verdicts.get((sent.request_id, sent.generation, sent.base_len))
@@ -290,51 +263,19 @@ class GatewayLoop:
             case Status.INTERNAL:
                 self._fail(sequence, SpecsplitError(f"the verifier failed: {verdict.detail}"))
             case _:
-                self._violated(f"row {sent} was refused: {verdict.status.name} {verdict.detail}")
+                self._target.violated(f"row {sent} was refused: {verdict.status.name} {verdict.detail}")
                 self._fail(sequence, ProtocolError(f"the verifier refused a row: {verdict.status.name}"))
 
     # --- what the verifier says ---------------------------------------------------------------------------
 
-    def _accept(self, description: VerifierDescription) -> None:
-        if description.wire_version != WIRE_VERSION:
-            raise ProtocolError(f"wire version {description.wire_version}, not {WIRE_VERSION}")
-        if description.tokenizer_digest not in ("", self._tokenizer.digest):
-            raise ProtocolError(
-                f"the verifier's tokenizer {description.tokenizer_digest} is not "
-                f"{self._tokenizer.digest}, the gateway's"
-            )
-        if self._description is not None and _identity(description) != _identity(self._description):
-            raise ProtocolError(f"{description} is not the verifier served before, {self._description}")
-        self._description = description
-        if self._down_since is None:
-            self._down_since = time.monotonic()
-        self._free_blocks = description.num_blocks
-        self._is_verifier_draining = False
-
-    def _on_event(self, event: VerifierEvent) -> None:
-        match event:
-            case Capacity():
-                self._free_blocks = event.free_blocks
-                self._down_since = None
-            case Opened():
-                self._free_blocks = event.free_blocks
-                self._on_opened(event)
-            case Preempted():
-                self._free_blocks = event.free_blocks
-                sequence = self._sequences.get(event.request_id)
-                if (
-                    sequence is not None
-                    and sequence.generation == event.generation
-                    and sequence.phase in (Phase.OPENING, Phase.RUNNING)
-                ):
-                    self._counters["preempted"] += 1
-                    sequence.evicted()
-            case StepDone():
-                if self._step_done is None or event.step_id != self._next_step_id - 1:
-                    self._violated(f"the verifier answered step {event.step_id}, not outstanding")
-                    raise ProtocolError(f"answer to step {event.step_id}, which is not outstanding")
-                self._step_done.set_result(event)
-                self._step_done = None
+    def _on_event(self, event: Capacity | Opened | Preempted) -> None:
+        if isinstance(event, Opened):
+            self._on_opened(event)
+        elif isinstance(event, Preempted):
+            sequence = self._sequences.get(event.request_id)
+            if sequence is not None and sequence.is_open(event.generation):
+                self._counters["preempted"] += 1
+                sequence.evicted()
         self._wake.set()
 
     def _on_opened(self, event: Opened) -> None:
@@ -347,24 +288,24 @@ class GatewayLoop:
             case Status.OK:
                 sequence.opened(event.cached_tokens)
             case Status.DRAINING:
-                self._is_verifier_draining = True
+                self._target.is_draining = True
                 sequence.evicted()
             case Status.TOO_LONG:
                 self._fail(sequence, PromptTooLong(event.detail, field="prompt"))
             case _:
-                self._violated(f"open of {event.request_id.hex()}: {event.status.name} {event.detail}")
+                self._target.violated(f"open of {event.request_id.hex()}: {event.status.name} {event.detail}")
                 self._fail(sequence, ProtocolError(f"the verifier refused it: {event.status.name}"))
 
-    def _on_down(self) -> None:
-        """Every request that was at the verifier waits for its successor; no client notices."""
-        if self._down_since is None:
-            self._down_since = time.monotonic()
-        self._counters["verifier_lost"] += 1
-        if self._step_done is not None:
-            self._step_done.cancel()
-            self._step_done = None
-        for sequence in self._sequences.values():
-            if sequence.phase in (Phase.OPENING, Phase.RUNNING):
+    def _on_lost(self) -> None:
+        """Every request that was at the verifier waits for its successor; no client notices.
+
+        But for one that has lost verifier after verifier: it may be what kills them.
+        """
+        for sequence in [s for s in self._sequences.values() if s.is_open(s.generation)]:
+            sequence.num_lost += 1
+            if sequence.num_lost > MAX_LOST_VERIFIERS:
+                self._fail(sequence, Unavailable(f"the verifier was lost {sequence.num_lost} times"))
+            else:
                 sequence.evicted()
         self._wake.set()
 
@@ -383,41 +324,33 @@ class GatewayLoop:
                 if sequence.phase is Phase.OPENING
                 for key in ((sequence.request.request_id, sequence.generation),)
             }
-            if self._down_since is not None and now - self._down_since > self._settings.verifier_wait_seconds:
+            down_since = self._target.down_since
+            if down_since is not None and now - down_since > self._settings.verifier_wait_seconds:
                 for sequence in list(self._sequences.values()):
                     self._fail(sequence, Unavailable("no verifier answered in time"))
             elif any(now - since > self._settings.step_timeout_seconds for since in opening.values()):
                 self._counters["open_timeouts"] += 1
-                self._verifier.drop("no answer to an Open")
+                self._target.link.drop("no answer to an Open")
 
     # --- the end of a request -----------------------------------------------------------------------------
 
     def _fail(self, sequence: Sequence, error: SpecsplitError) -> None:
         self._counters[f"failed_{error.code}"] += 1
-        is_known_there = sequence.phase in (Phase.OPENING, Phase.RUNNING)
+        is_at_verifier = sequence.is_open(sequence.generation)
         sequence.fail(error)
-        self._forget(sequence, is_at_verifier=is_known_there)
+        self._forget(sequence, is_at_verifier=is_at_verifier)
 
     def _forget(self, sequence: Sequence, *, is_at_verifier: bool = True) -> None:
         """Frees what the request holds here, at the verifier and at the drafter."""
         del self._sequences[sequence.request.request_id]
-        if is_at_verifier and sequence.phase is not Phase.WAITING and self._verifier.is_up:
-            self._verifier.send(sequence.close())
+        if is_at_verifier and sequence.phase is not Phase.WAITING:
+            self._target.close(sequence.close())
         if self._drafting is not None:
             self._drafting.close(sequence)
         sequence.phase = Phase.FINISHED
         if not self._sequences:
             self._empty.set()
         self._wake.set()
-
-    def _violated(self, what: str) -> None:
-        self._counters["invariant_violations"] += 1
-        log.error("invariant violated: %s", what)
-
-    def _known_description(self) -> VerifierDescription:
-        if self._description is None:
-            raise Unavailable("no verifier is connected yet")
-        return self._description
 
 
 def _is_possible(sent: StepRow, verdict: RowDone) -> bool:
@@ -430,8 +363,3 @@ def _is_possible(sent: StepRow, verdict: RowDone) -> bool:
         and verdict.num_accepted <= min(num_committed, len(sent.draft_ids))
         and verdict.num_computed == sent.base_len + num_committed - 1
     )
-
-
-def _identity(d: VerifierDescription) -> tuple[object, ...]:
-    """What must not change between verifiers that serve one request: all but sizes and incarnation."""
-    return (d.model, d.revision, d.dtype, d.numerics, d.tokenizer_digest, d.vocab_size, d.eos_token_ids)

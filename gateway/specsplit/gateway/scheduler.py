@@ -74,21 +74,25 @@ def schedule(
 ) -> list[PlannedRow]:
     """The rows of the next step, in order.
 
-    Every decoding request gets a row of one token and, in order, as many drafts as it may have and the token
-    budget holds; what is left of the budget, at most `max_prefill_tokens`, goes to prefill chunks in order.
+    Every decoding request gets a row of one token. What waits to be prefilled gets up to
+    `max_prefill_tokens` in chunks in order, but not more than half of the rest of the budget before drafts
+    have had theirs: neither starves the other. Drafts are granted in order.
     """
     running = in_order(s for s in sequences if s.phase is Phase.RUNNING)[: _max_rows(verifier)]
     decoding = [s for s in running if s.num_uncomputed == 1]
+    prefilling = [s for s in running if s.num_uncomputed > 1]
     budget = verifier.max_step_tokens - len(decoding)
+    num_waiting = min(sum(s.num_uncomputed for s in prefilling), max_prefill_tokens)
+    reserved = min(num_waiting, -(-budget // 2))
     rows: list[PlannedRow] = []
     for sequence in decoding:
-        max_draft = min(_max_draft(sequence, verifier), max(budget, 0))
+        max_draft = min(_max_draft(sequence, verifier), budget - reserved)
         budget -= max_draft
         rows.append(PlannedRow(sequence, num_tokens=1, max_draft=max_draft))
     budget = min(budget, max_prefill_tokens)
-    for sequence in running:
-        if sequence.num_uncomputed > 1 and budget > 0:
-            chunk = min(sequence.num_uncomputed, budget)
+    for sequence in prefilling:
+        chunk = min(sequence.num_uncomputed, budget)
+        if chunk > 0:
             budget -= chunk
             rows.append(PlannedRow(sequence, num_tokens=chunk, max_draft=0))
     return rows

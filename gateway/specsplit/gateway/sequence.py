@@ -39,6 +39,7 @@ class Sequence:
         self.request = request
         self.phase = Phase.WAITING
         self.generation = 0
+        self.num_lost = 0  # times that the verifier died or fell silent while it held this
         self.token_ids = list(request.prompt_ids)  # committed: prompt, then output
         self.num_computed = 0  # committed tokens whose KV the verifier holds
         self.events: asyncio.Queue[Delta | Finished | SpecsplitError] = asyncio.Queue()
@@ -51,6 +52,10 @@ class Sequence:
         self._num_steps = 0
         self._num_drafted = 0
         self._accepted_by_position: list[int] = []
+
+    def is_open(self, generation: int) -> bool:
+        """Held by a verifier, or about to be."""
+        return self.phase in (Phase.OPENING, Phase.RUNNING) and self.generation == generation
 
     def is_running(self, generation: int) -> bool:
         return self.phase is Phase.RUNNING and self.generation == generation
