@@ -44,9 +44,9 @@ class BenchSettings(Settings):
     """Model to serve."""
     threads: int = Field(default=2, ge=1)
     """Threads of the verifier and of transformers."""
-    tokens: int = Field(default=96, ge=8)
+    tokens: int = Field(default=64, ge=16)
     """Output tokens per request."""
-    rounds: int = Field(default=3, ge=1)
+    rounds: int = Field(default=2, ge=1)
     """Times that each prompt is measured."""
     k: int = Field(default=4, ge=1)
     """Draft tokens per step with speculation on."""
@@ -214,7 +214,12 @@ def _median_ratio(numerators: Sequence[float], denominators: Sequence[float]) ->
 
 
 async def _timed(
-    stub: gateway_pb2_grpc.GatewayAsyncStub, prompt: str, num_tokens: int, k: int
+    stub: gateway_pb2_grpc.GatewayAsyncStub,
+    prompt: str,
+    num_tokens: int,
+    k: int,
+    *,
+    on_first: Callable[[], None] = lambda: None,
 ) -> tuple[Run, list[int]]:
     """One greedy request of exactly `num_tokens` tokens; the first delta starts the clock."""
     request = GenerateRequest(
@@ -234,6 +239,7 @@ async def _timed(
             last = time.perf_counter()
             if not first:
                 first, num_first = last, len(event.ids)
+                on_first()
             num_total += len(event.ids)
         elif isinstance(event, Finished):
             usage = event.usage
@@ -245,11 +251,33 @@ async def _timed(
 async def _step_time(
     stub: gateway_pb2_grpc.GatewayAsyncStub, settings: BenchSettings, num_streams: int
 ) -> StepTime:
-    """Means over the steps of `num_streams` concurrent requests with drafts on."""
+    """Means over the steps in which all of `num_streams` requests decode, drafts on."""
+    num_waiting = num_streams
+    all_decode = asyncio.Event()
+
+    def on_first() -> None:
+        nonlocal num_waiting
+        num_waiting -= 1
+        if num_waiting == 0:
+            all_decode.set()
+
+    streams = [
+        asyncio.ensure_future(
+            _timed(stub, FREE[i % len(FREE)], 4 * settings.tokens, settings.k, on_first=on_first)
+        )
+        for i in range(num_streams)
+    ]
+    await all_decode.wait()
     before = await _counters(stub)
-    prompts = [(*COPY_HEAVY, *FREE)[i % 10] for i in range(num_streams)]
-    await asyncio.gather(*(_timed(stub, prompt, settings.tokens, settings.k) for prompt in prompts))
-    after = await _counters(stub)
+    after = before
+    while after["steps"] - before["steps"] < settings.tokens // 2:
+        if any(stream.done() for stream in streams):
+            raise SystemExit(f"{PROG}: a stream ended before enough steps were seen; raise --tokens")
+        await asyncio.sleep(0.2)
+        after = await _counters(stub)
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
 
     def grown(name: str) -> int:
         return after[name] - before.get(name, 0)
