@@ -180,8 +180,9 @@ async def test_garbage_on_the_port_disturbs_nobody(
     bad = grpc.aio.insecure_channel(address)  # a valid call whose message is no protobuf
     call = bad.stream_stream("/specsplit.v1.Drafter/Run")()
     await call.write(b"\xff\xff\xff")
-    with pytest.raises(grpc.aio.AioRpcError):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     await bad.close()
     assert (await stream.ask(request.row(1)))[0].draft_ids == (3,)
     assert (await client.stats_when(streams=1))["requests"] == 1

@@ -116,6 +116,13 @@ async def test_refusals(
     assert generator.requests == []
 
 
+async def test_a_refusal_that_repeats_a_long_value_arrives(stub: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(gateway_pb2.GenerateRequest(text="x", model="\U0001f600" * 20_000)).read()
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert trailing(caught.value)["specsplit-field"] == "model"
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

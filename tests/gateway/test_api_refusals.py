@@ -46,6 +46,8 @@ COMMON_REFUSED: list[tuple[dict[str, Any], int, str, str]] = [
     ({"temperature": -1}, 400, "temperature", "invalid_request"),
     ({"temperature": 101}, 400, "temperature", "invalid_request"),
     ({"top_p": 0}, 400, "top_p", "invalid_request"),
+    ({"top_p": 1e-320}, 400, "top_p", "invalid_request"),
+    ({"stop": {"k": 1}}, 400, "stop", "invalid_request"),
     ({"top_p": 1.5}, 400, "top_p", "invalid_request"),
     ({"top_k": -1}, 400, "top_k", "invalid_request"),
     ({"top_k": 1.5}, 400, "top_k", "invalid_request"),
@@ -104,6 +106,7 @@ CHAT_REFUSED: list[tuple[dict[str, Any], int, str, str]] = [
     ({"messages": [{"role": "user"}]}, 400, "messages.0.content", "invalid_request"),
     ({"messages": [{"content": "x"}]}, 400, "messages.0.role", "invalid_request"),
     ({"messages": [*MESSAGES, {"role": "user", "content": 5}]}, 400, "messages.1.content", "invalid_request"),
+    ({"messages": [{"role": "user", "content": {"a": 1}}]}, 400, "messages.0.content", "invalid_request"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role", "unsupported_parameter"),
     ({"messages": [{"role": "x", "content": "x"}]}, 400, "messages.0.role", "invalid_request"),
     (
@@ -350,3 +353,10 @@ async def test_a_taken_port_is_refused(http_server: HttpServer, gateway_settings
     with pytest.raises(OSError, match="in use"):
         await second.start()
     await second.stop()
+
+
+async def test_an_error_repeats_only_the_beginning_of_a_long_value(client: httpx.AsyncClient) -> None:
+    for body in ({"model": "m" * 5_000}, {"k" * 5_000: 1}):
+        response = await client.post(COMPLETIONS, json={"prompt": "x"} | body)
+        assert response.status_code in (400, 404)
+        assert len(response.content) < 2000

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+_MAX_SAID_CHARS = 600  # gRPC takes 8 KB of metadata, where a character is up to 12 bytes
+
+
+def shortened(text: str) -> str:
+    """What a caller is told of `text`, which may repeat what the caller sent."""
+    return text if len(text) <= _MAX_SAID_CHARS else f"{text[: _MAX_SAID_CHARS - 1]}…"
+
 
 class SpecsplitError(Exception):
     """Base of every error that a caller may see.

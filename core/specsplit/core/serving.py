@@ -19,7 +19,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pydantic import Field
 
-from specsplit.core.errors import SpecsplitError, Unavailable
+from specsplit.core.errors import SpecsplitError, Unavailable, shortened
 from specsplit.core.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,9 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: SpecsplitErr
     metadata = [("specsplit-code", error.code)]
     if error.field is not None:
         metadata.append(("specsplit-field", error.field))
-    await context.abort(grpc.StatusCode[error.grpc_status], error.message, trailing_metadata=tuple(metadata))
+    await context.abort(
+        grpc.StatusCode[error.grpc_status], shortened(error.message), trailing_metadata=tuple(metadata)
+    )
     raise AssertionError("abort returned")
 
 

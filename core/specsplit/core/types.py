@@ -17,6 +17,7 @@ REQUEST_ID_BYTES = 16
 MAX_DRAFT = 32
 MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
+MIN_TOP_P = 2.0**-1022  # the smallest normal double: devices may take a smaller number for 0
 
 RequestId: TypeAlias = bytes
 TokenIds: TypeAlias = Sequence[int]

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Generic
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from specsplit.core.codec import common as common_codec
 from specsplit.core.codec import drafter as codec
@@ -78,15 +79,15 @@ class DrafterService(drafter_pb2_grpc.DrafterServicer, Generic[State]):
         self._num_streams += 1
         try:
             async for pb in request_iterator:
-                try:
-                    command = codec.command_from_pb(pb)
-                except InvalidRequest as error:
-                    await abort(context, error)
-                match command:
-                    case DraftBatch():
-                        yield codec.batch_done_to_pb(await self._answer(stream, command))
-                    case CloseDraft():
-                        self._table.drop(stream, command.request_id)
+                match codec.command_from_pb(pb):
+                    case DraftBatch() as batch:
+                        yield codec.batch_done_to_pb(await self._answer(stream, batch))
+                    case CloseDraft(request_id):
+                        self._table.drop(stream, request_id)
+        except InvalidRequest as error:
+            await abort(context, error)
+        except DecodeError:
+            await abort(context, InvalidRequest("not a DraftCommand", field="command"))
         finally:
             self._num_streams -= 1
             self._table.drop_stream(stream)

@@ -60,7 +60,7 @@ class Link(Generic[D, C, E]):
         self._accept = accept
         self._on_event = on_event
         self._on_down = on_down
-        self._commands: asyncio.Queue[C] | None = None
+        self._commands: asyncio.Queue[C | None] | None = None
         self._call: Any = None
 
     @property
@@ -100,7 +100,7 @@ class Link(Generic[D, C, E]):
 
     async def _read(self, channel: grpc.aio.Channel) -> str:
         """Reads one stream to its end; returns why it ended."""
-        commands: asyncio.Queue[C] = asyncio.Queue()
+        commands: asyncio.Queue[C | None] = asyncio.Queue()
         call = self._wire.open(channel, self._encoded(commands))
         self._commands, self._call = commands, call
         self.epoch += 1
@@ -120,12 +120,12 @@ class Link(Generic[D, C, E]):
             raise
         finally:
             call.cancel()
+            commands.put_nowait(None)  # a call that the peer ended leaves its reader of commands waiting
             self._commands = self._call = None
             self._on_down()
 
-    async def _encoded(self, commands: asyncio.Queue[C]) -> AsyncIterator[Any]:
-        while True:
-            command = await commands.get()
+    async def _encoded(self, commands: asyncio.Queue[C | None]) -> AsyncIterator[Any]:
+        while (command := await commands.get()) is not None:
             start = time.perf_counter_ns()
             message = self._wire.encode(command)
             self.codec_ns += time.perf_counter_ns() - start

@@ -11,6 +11,7 @@ from specsplit.core.errors import InvalidRequest
 from specsplit.core.types import (
     MAX_LOGPROBS,
     MAX_TEMPERATURE,
+    MIN_TOP_P,
     REQUEST_ID_BYTES,
     Order,
     RequestId,
@@ -62,8 +63,8 @@ def check_sampling(params: SamplingParams) -> SamplingParams:
         raise refuse("temperature", f"between 0 and {MAX_TEMPERATURE:g}", params.temperature)
     if not 0 <= params.top_k < 2**31:
         raise refuse("top_k", "0 (off) or a positive 31-bit integer", params.top_k)
-    if not 0 < params.top_p <= 1:
-        raise refuse("top_p", "greater than 0 and at most 1", params.top_p)
+    if not MIN_TOP_P <= params.top_p <= 1:
+        raise refuse("top_p", f"greater than 0 (at least {MIN_TOP_P:.3g}) and at most 1", params.top_p)
     if not 0 <= params.min_p <= 1:
         raise refuse("min_p", "between 0 and 1", params.min_p)
     if not 0 <= params.seed < 2**64:

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from specsplit.core.errors import SpecsplitError
+from specsplit.core.errors import SpecsplitError, shortened
 from specsplit.gateway.api.openai_fields import Json
 
 log = logging.getLogger(__name__)
@@ -51,4 +51,5 @@ def _error(status: int, message: str, *, code: str, param: str | None = None) ->
         kind = "rate_limit_error"
     else:
         kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    param = None if param is None else shortened(param)
+    return {"error": {"message": shortened(message), "type": kind, "param": param, "code": code}}

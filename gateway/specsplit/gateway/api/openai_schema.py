@@ -189,7 +189,10 @@ def parse(model: type[ModelT], body: Json) -> ModelT:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        found = [(_path(detail["loc"], body), detail) for detail in error.errors(include_url=False)]
+        found = [
+            (_path(detail["loc"], body, is_missing=detail["type"] == "missing"), detail)
+            for detail in error.errors(include_url=False)
+        ]
         path, detail = max(found, key=lambda item: len(item[0]))
     field = ".".join(str(part) for part in path)
     if detail["type"] == "extra_forbidden":
@@ -199,14 +202,14 @@ def parse(model: type[ModelT], body: Json) -> ModelT:
     raise InvalidRequest(f"{field}: {detail['msg']}", field=field)
 
 
-def _path(location: tuple[int | str, ...], body: Any) -> tuple[int | str, ...]:
+def _path(location: tuple[int | str, ...], body: Any, *, is_missing: bool) -> tuple[int | str, ...]:
     """The location without the names that pydantic adds for the alternatives of a union."""
     path: list[int | str] = []
     for index, part in enumerate(location):
         if isinstance(part, int) or (isinstance(body, dict) and part in body):
             path.append(part)
             body = body[part]
-        elif isinstance(body, dict) and index == len(location) - 1:  # missing
+        elif is_missing and index == len(location) - 1:
             path.append(part)
     return tuple(path)
 
