@@ -142,6 +142,7 @@ VERIFIER_EVENTS = st.one_of(
         batch_tokens=U32,
         batch_rows=U32,
         free_blocks=U32,
+        traceparent=TEXT,
         **MICROSECONDS,
     ),
     built(t.Preempted, request_id=REQUEST_IDS, generation=U32, free_blocks=U32),
@@ -168,6 +169,7 @@ USAGES = built(
         ("prompt_tokens", "completion_tokens", "cached_tokens", "steps", "drafted", "accepted"), U32
     ),
     accepted_by_position=IDS,
+    no_draft_reason=st.none() | st.sampled_from(t.NoDraftReason),
 )
 GENERATE_EVENTS = st.one_of(
     built(t.Started, request_id=REQUEST_IDS, prompt_ids=IDS, seed=U64),
@@ -212,7 +214,7 @@ def test_draft_commands_round_trip(command: t.DraftCommand) -> None:
     assert drafter.command_from_pb(over_the_wire(drafter.command_to_pb(command))) == command
 
 
-@given(built(t.DraftBatchDone, batch_id=U64, rows=many(DRAFT_ROWS_DONE), draft_us=U32))
+@given(built(t.DraftBatchDone, batch_id=U64, rows=many(DRAFT_ROWS_DONE), draft_us=U32, traceparent=TEXT))
 def test_draft_answers_round_trip(done: t.DraftBatchDone) -> None:
     assert drafter.batch_done_from_pb(over_the_wire(drafter.batch_done_to_pb(done))) == done
 
@@ -394,6 +396,7 @@ def test_the_enums_of_types_and_wire_agree() -> None:
         (t.Status, verifier_pb2.Status, "STATUS_"),
         (t.DraftStatus, drafter_pb2.DraftStatus, "DRAFT_STATUS_"),
         (t.FinishReason, common_pb2.FinishReason, "FINISH_REASON_"),
+        (t.NoDraftReason, gateway_pb2.NoDraftReason, "NO_DRAFT_REASON_"),
         (t.VerificationMode, common_pb2.VerificationMode, "VERIFICATION_MODE_"),
     ):
         members = {prefix + member.name: member.value for member in kind}  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ import pytest
 
 from specsplit.core.errors import InvalidRequest, ModelNotFound, PromptTooLong, UnsupportedParameter
 from specsplit.core.types import ChatMessage, GenerateRequest, ModelCard, Speculation, VerificationMode
-from specsplit.gateway.api.admission import admit, checked_traceparent
+from specsplit.gateway.api.admission import admit
 from specsplit.gateway.request import AdmittedRequest, Limits
 from specsplit.gateway.text.tokenizer import Tokenizer
 
@@ -16,7 +16,12 @@ LIMITS = Limits(vocab_size=259, max_sequence_tokens=64)
 
 
 def admitted(
-    tokenizer: Tokenizer, *, default_max_tokens: int | None = None, **fields: Any
+    tokenizer: Tokenizer,
+    *,
+    default_max_tokens: int | None = None,
+    traceparent: str = "",
+    trace_ratio: float = 0.0,
+    **fields: Any,
 ) -> AdmittedRequest:
     return admit(
         GenerateRequest(**{"prompt": "abc"} | fields),
@@ -26,6 +31,8 @@ def admitted(
         default_k=4,
         arrival_us=123,
         default_max_tokens=default_max_tokens,
+        traceparent=traceparent,
+        trace_ratio=trace_ratio,
     )
 
 
@@ -134,7 +141,15 @@ def test_refusals_name_the_field(
     assert caught.value.field == field  # type: ignore[attr-defined]
 
 
-def test_only_a_trace_context_is_passed_on() -> None:
-    good = f"00-{'a' * 32}-{'b' * 16}-01"
-    assert checked_traceparent(good) == good
-    assert checked_traceparent(good + "\n") == checked_traceparent("00-xyz") == ""
+@pytest.mark.parametrize("flags", ["00", "01"])
+def test_a_callers_trace_is_continued_by_its_own_choice(byte_tokenizer: Tokenizer, flags: str) -> None:
+    trace = admitted(byte_tokenizer, traceparent=f"00-{'a' * 32}-{'b' * 16}-{flags}", trace_ratio=0.5).trace
+    assert (trace.trace_id, trace.parent_span_id) == (int("a" * 32, 16), int("b" * 16, 16))
+    assert trace.is_sampled == (flags == "01")
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_a_request_without_a_trace_gets_its_own(byte_tokenizer: Tokenizer, ratio: float) -> None:
+    traces = [admitted(byte_tokenizer, traceparent="00-xyz", trace_ratio=ratio).trace for _ in range(2)]
+    assert len({trace.trace_id for trace in traces} | {trace.span_id for trace in traces}) == 4
+    assert all(trace.parent_span_id is None and trace.is_sampled == (ratio == 1) for trace in traces)

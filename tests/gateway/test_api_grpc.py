@@ -48,7 +48,7 @@ async def test_a_conversation(stub: Any, generator: Any) -> None:
     )
     events = [event_from_pb(event) async for event in call]
     request = generator.requests[0]
-    assert request.traceparent == traceparent
+    assert (request.trace.trace_id, request.trace.is_sampled) == (int("a" * 32, 16), True)
     assert isinstance(events[0], Started)
     assert events[0] == Started(request.request_id, tuple(request.prompt_ids), 5)
     deltas = [event for event in events if isinstance(event, Delta)]

@@ -17,7 +17,13 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 REPLY = "Hello, wörld 👋!"
 NUM_REPLY_TOKENS = len(REPLY.encode())
-SPECULATION = {"steps": 7, "drafted": 6, "accepted": 4, "accepted_by_position": [2, 1, 1]}
+SPECULATION = {
+    "steps": 7,
+    "drafted": 6,
+    "accepted": 4,
+    "accepted_by_position": [2, 1, 1],
+    "no_draft_reason": None,
+}
 
 
 @pytest.fixture
@@ -185,7 +191,7 @@ async def test_extensions_reach_the_generator(http: httpx.AsyncClient, generator
     assert (sampling.top_k, sampling.min_p, sampling.min_tokens) == (3, 0.1, 2)
     assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.seed) == ((5,), True, 2**64 - 1)
     assert (request.cache_salt, request.k, request.stop) == (b"s", 0, ("zzz",))
-    assert (request.order.priority, request.traceparent) == (-1, traceparent)
+    assert (request.order.priority, request.trace.trace_id) == (-1, int("a" * 32, 16))
 
 
 async def test_logprobs_of_chat_whole_and_streamed(client: openai.AsyncOpenAI) -> None:

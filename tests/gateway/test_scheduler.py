@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from specsplit.core.trace_context import start_span
 from specsplit.core.types import (
     CloseRequest,
     FinishReason,
@@ -66,14 +67,16 @@ def make(
             sampling=SamplingParams(max_tokens=max_tokens, seed=0, min_tokens=min_tokens),
             stop=stop,
             k=k,
+            trace=start_span("", ratio=0),
         ),
         tokenizer,
+        admitted_ns=0,
     )
 
 
 def running(sequence: Sequence, *, computed: int) -> Sequence:
     sequence.open()
-    sequence.opened(0)
+    sequence.opened(0, at_ns=1)
     sequence.num_computed = computed
     return sequence
 
@@ -92,6 +95,8 @@ def commit(sequence: Sequence, ids: list[int], *, accepted: int, finish: FinishR
             finish_reason=finish,
         ),
         num_drafts=4,
+        no_draft_reason=None,
+        at_ns=2,
     )
 
 

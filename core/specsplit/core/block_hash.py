@@ -44,3 +44,13 @@ def root_hash(ns: bytes, *, cache_salt: bytes) -> bytes:
 def child_hash(parent: bytes, block_ids: TokenIds) -> bytes:
     """Hash of a full block that follows the block hashed `parent`."""
     return sha256(parent + pack_ids(block_ids)).digest()[:BLOCK_HASH_BYTES]
+
+
+def block_hashes(ns: bytes, ids: TokenIds, *, block_size: int, cache_salt: bytes) -> list[bytes]:
+    """Hashes of the full blocks of `ids`, first block first."""
+    hashes = []
+    parent = root_hash(ns, cache_salt=cache_salt)
+    for start in range(0, len(ids) - block_size + 1, block_size):
+        parent = child_hash(parent, ids[start : start + block_size])
+        hashes.append(parent)
+    return hashes

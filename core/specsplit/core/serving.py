@@ -65,6 +65,15 @@ class ListenSettings(Settings):
     """File that receives the bound addresses as JSON once they are known."""
     drain_seconds: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """Time that running work gets to finish after SIGTERM."""
+    trace_file: Path | None = None
+    """File that spans are appended to as OTLP JSON lines, unless OTEL_EXPORTER_OTLP_ENDPOINT is set."""
+    restarts: int = Field(default=0, ge=0)
+    """Times that a supervisor has started this service again; shown as a metric."""
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
@@ -117,13 +126,13 @@ class GrpcService:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         await self._health.set(self.name, health_pb2.HealthCheckResponse.NOT_SERVING)
-        wanted = f"{self.settings.host}:{self.settings.port}"
+        wanted = join_address(self.settings.host, self.settings.port)
         try:
             port = self.server.add_insecure_port(wanted)
         except RuntimeError as error:
             raise Unavailable(f"cannot listen on {wanted}: {error}", field="port") from error
         await self.server.start()
-        self.addresses["grpc"] = f"{self.settings.host}:{port}"
+        self.addresses["grpc"] = join_address(self.settings.host, port)
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         stopping = asyncio.ensure_future(stop.wait())
         starting = asyncio.ensure_future(start())

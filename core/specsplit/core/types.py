@@ -67,6 +67,13 @@ class DraftStatus(enum.IntEnum):
     INVALID = 3
 
 
+class NoDraftReason(enum.IntEnum):
+    OFF = 1
+    NO_MATCH = 2
+    DRAFTER_AWAY = 3
+    NO_ROOM = 4
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Order:
     """Place of a request among others; compared field by field, the id breaks ties."""
@@ -219,6 +226,7 @@ class StepDone:
     batch_tokens: int
     batch_rows: int
     free_blocks: int
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +262,7 @@ class DraftRow:
     max_draft: int
     prompt_len: int = 0
     sampling: SamplingParams | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +294,7 @@ class DraftBatchDone:
     batch_id: int
     rows: tuple[DraftRowDone, ...]
     draft_us: int
+    traceparent: str = ""
 
 
 DraftCommand: TypeAlias = DraftBatch | CloseDraft
@@ -343,6 +353,7 @@ class Usage:
     drafted: int
     accepted: int
     accepted_by_position: tuple[int, ...]
+    no_draft_reason: NoDraftReason | None = None
 
 
 @dataclass(frozen=True, slots=True)

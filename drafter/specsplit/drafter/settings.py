@@ -17,6 +17,8 @@ class DrafterSettings(ListenSettings):
 
     port: int = Field(50052, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
+    metrics_port: int = Field(9052, ge=0, le=65535)
+    """Port of /metrics over HTTP; 0 takes a free one."""
     proposer: Literal["ngram"] = "ngram"
     """How drafts are made."""
     min_n: int = Field(2, ge=1)

@@ -22,8 +22,11 @@ class NoFreeBlock(Exception):
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, is_tracked: bool = False) -> None:
+        """`is_tracked`: what becomes cached and what no longer is, is kept for `take_changes`."""
         self.num_blocks = num_blocks
+        self._is_tracked = is_tracked
+        self._changes: dict[bytes, bool] = {}
         self._num_references = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))  # neither held nor cached; taken from the end
         self._evictable: OrderedDict[int, None] = (
@@ -47,7 +50,9 @@ class BlockPool:
             block = self._empty.pop()
         elif self._evictable:
             block, _ = self._evictable.popitem(last=False)
-            del self._block_of[self._hash_of.pop(block)]
+            hash_ = self._hash_of.pop(block)
+            del self._block_of[hash_]
+            self._changed(hash_, is_cached=False)
         else:
             raise NoFreeBlock(f"all {self.num_blocks} blocks are held")
         assert self._num_references[block] == 0, f"block {block} was free and held"
@@ -80,6 +85,7 @@ class BlockPool:
             return twin
         self._hash_of[block] = hash_
         self._block_of[hash_] = block
+        self._changed(hash_, is_cached=True)
         return block
 
     def uncache(self, blocks: Iterable[int]) -> None:
@@ -92,6 +98,15 @@ class BlockPool:
             hash_ = self._hash_of.pop(block, None)
             if hash_ is not None:
                 del self._block_of[hash_]
+                self._changed(hash_, is_cached=False)
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Hashes that changed since the last call, and whether each is cached now.
+
+        One block stands for one hash, so that a hash that is not cached has no other copy here.
+        """
+        changes, self._changes = self._changes, {}
+        return changes
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drops one reference on each of `blocks`, which are in the order of their sequence."""
@@ -114,6 +129,10 @@ class BlockPool:
         assert len(empty) == len(self._empty), "an empty block is listed twice"
         assert evictable == cached - held.keys()
         assert empty == set(range(self.num_blocks)) - held.keys() - cached
+
+    def _changed(self, hash_: bytes, *, is_cached: bool) -> None:
+        if self._is_tracked:
+            self._changes[hash_] = is_cached
 
     def _hold(self, block: int) -> None:
         if self._num_references[block] == 0:

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
 
 from specsplit.core.errors import ProtocolError
 from specsplit.core.types import (
@@ -34,8 +35,18 @@ from specsplit.gateway.wires import DrafterWire
 GIVE_UP_SECONDS = 10.0  # an answer this late will not come: the stream is opened anew
 
 
+@dataclass(slots=True)
+class Drafts:
+    """One step's drafts by request; one that is neither here nor in `without_match` got no answer."""
+
+    ids: dict[RequestId, TokenIds] = field(default_factory=dict)
+    without_match: set[RequestId] = field(default_factory=set)  # asked for, and there was nothing to propose
+    draft_us: int | None = None  # the drafter's own time
+    traceparent: str = ""  # context of the drafter's span
+
+
 class Drafting:
-    """Drafts for planned rows, keyed by request id; what is missing there has no draft."""
+    """Asks one drafter, on a stream of its own."""
 
     def __init__(
         self, address: str, *, timeout_seconds: float, tokenizer_digest: str, counters: Counter[str]
@@ -48,6 +59,7 @@ class Drafting:
             on_event=self._on_done,
             on_down=self._on_down,
         )
+        self.name = ""  # of the proposer, once the drafter has described itself
         self._timeout_seconds = timeout_seconds
         self._tokenizer_digest = tokenizer_digest
         self._counters = counters
@@ -57,15 +69,15 @@ class Drafting:
         self._asked_at = 0.0
         self._outstanding: dict[RequestId, Sequence] = {}  # whose rows the outstanding batch holds
 
-    async def draft(self, plan: Rows[PlannedRow], vocab_size: int) -> dict[RequestId, TokenIds]:
+    async def draft(self, plan: Rows[PlannedRow], vocab_size: int) -> Drafts:
         rows = [row for row in plan if row.max_draft > 0]
         if not rows or not self.link.is_up:
-            return {}
+            return Drafts()
         if self._answer is not None:
             self._counters["draft_skipped_steps"] += 1
             if time.monotonic() - self._asked_at > GIVE_UP_SECONDS:
                 self.link.drop(f"no answer to batch {self._next_batch_id - 1}")
-            return {}
+            return Drafts()
         batch = DraftBatch(self._next_batch_id, tuple(self._row(row) for row in rows))
         self._next_batch_id += 1
         self._outstanding = {row.sequence.request.request_id: row.sequence for row in rows}
@@ -75,20 +87,16 @@ class Drafting:
         done, _ = await asyncio.wait((answer,), timeout=self._timeout_seconds)
         if not done:
             self._counters["draft_timeouts"] += 1
-            return {}
+            return Drafts()
         if answer.cancelled():  # the stream broke
-            return {}
-        granted = {row.sequence.request.request_id: row for row in rows}
-        return {
-            row.request_id: row.draft_ids
-            for row in answer.result().rows
-            if self._is_usable(row, granted.get(row.request_id), vocab_size)
-        }
+            return Drafts()
+        return self._drafts(answer.result(), rows, vocab_size)
 
     def close(self, sequence: Sequence) -> None:
         """The drafter may forget the request, if it knows it."""
         if self.link.is_up and sequence.drafter_epoch == self.link.epoch:
             self.link.send(CloseDraft(sequence.request.request_id))
+        sequence.drafter_epoch = 0  # epochs of another stream mean other things
 
     def _row(self, planned: PlannedRow) -> DraftRow:
         sequence = planned.sequence
@@ -109,7 +117,20 @@ class Drafting:
             max_draft=min(planned.max_draft, self._max_draft),
             prompt_len=sequence.num_prompt,
             sampling=None if is_known else sequence.request.sampling,
+            traceparent="" if is_known else sequence.request.trace.traceparent,
         )
+
+    def _drafts(self, done: DraftBatchDone, rows: Rows[PlannedRow], vocab_size: int) -> Drafts:
+        granted = {row.sequence.request.request_id: row for row in rows}
+        drafts = Drafts(draft_us=done.draft_us, traceparent=done.traceparent)
+        for row in done.rows:
+            if not self._is_usable(row, granted.get(row.request_id), vocab_size):
+                continue
+            if row.draft_ids:
+                drafts.ids[row.request_id] = row.draft_ids
+            else:
+                drafts.without_match.add(row.request_id)
+        return drafts
 
     def _is_usable(self, row: DraftRowDone, planned: PlannedRow | None, vocab_size: int) -> bool:
         """Whether the drafter answered what it was asked; anything else is counted and costs the draft."""
@@ -126,7 +147,7 @@ class Drafting:
         ):
             self._counters["draft_refused"] += 1
             return False
-        return len(row.draft_ids) > 0
+        return True
 
     def _accept(self, description: DrafterDescription) -> None:
         if description.wire_version != WIRE_VERSION:
@@ -140,6 +161,7 @@ class Drafting:
                 field="tokenizer_digest",
             )
         self._max_draft = description.max_draft
+        self.name = description.name
 
     def _on_done(self, done: DraftBatchDone) -> None:
         if self._answer is None or done.batch_id != self._next_batch_id - 1:

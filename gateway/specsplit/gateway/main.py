@@ -9,12 +9,13 @@ import sys
 from collections.abc import Sequence
 
 from specsplit.core.errors import SettingsError, SpecsplitError, Unavailable
-from specsplit.core.serving import GrpcService
+from specsplit.core.serving import GrpcService, join_address
 from specsplit.core.settings import exit_on_settings_error, load_settings
 from specsplit.gateway.api.grpc_api import GatewayServicer
 from specsplit.gateway.api.http_server import HttpServer
 from specsplit.gateway.api.openai_http import create_app
-from specsplit.gateway.loop import GatewayLoop
+from specsplit.gateway.dispatcher import Dispatcher
+from specsplit.gateway.records import Reporter
 from specsplit.gateway.settings import GatewaySettings
 from specsplit.gateway.text.tokenizer import Tokenizer
 from specsplit.v1 import gateway_pb2_grpc
@@ -38,28 +39,31 @@ def main(argv: Sequence[str]) -> None:
 async def serve(settings: GatewaySettings) -> None:
     """Serves until a signal; ends the process loudly when the step loop fails."""
     tokenizer = Tokenizer.load(settings.tokenizer)
-    loop = GatewayLoop(settings, tokenizer)
+    reporter = Reporter(())
+    dispatcher = Dispatcher(settings, tokenizer, reporter)
     service = GrpcService("specsplit.v1.Gateway", settings)
-    servicer = GatewayServicer(loop, tokenizer, settings)
+    servicer = GatewayServicer(dispatcher, tokenizer, settings)
     gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, service.server)
-    http = HttpServer(create_app(loop, tokenizer, settings), host=settings.host, port=settings.http_port)
-    running = asyncio.ensure_future(loop.run())
+    http = HttpServer(
+        create_app(dispatcher, tokenizer, settings), host=settings.host, port=settings.http_port
+    )
+    running = asyncio.ensure_future(dispatcher.run())
     running.add_done_callback(_exit_on_failure)
 
     async def start() -> None:
         try:
             await http.start()
         except OSError as error:
-            wanted = f"{settings.host}:{settings.http_port}"
+            wanted = join_address(settings.host, settings.http_port)
             raise Unavailable(f"cannot listen on {wanted}: {error.strerror}", field="http_port") from error
-        service.addresses["http"] = f"{settings.host}:{http.port}"
+        service.addresses["http"] = join_address(settings.host, http.port)
 
     async def close() -> None:
         await http.stop()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    await service.run(start=start, drain=loop.drain, close=close)
+    await service.run(start=start, drain=dispatcher.drain, close=close)
 
 
 def _exit_on_failure(running: asyncio.Future[None]) -> None:

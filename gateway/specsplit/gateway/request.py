@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from specsplit.core.trace_context import TraceContext
 from specsplit.core.types import GenerateEvent, ModelCard, Order, RequestId, SamplingParams, TokenIds
 
 
@@ -34,8 +35,8 @@ class AdmittedRequest:
     sampling: SamplingParams
     stop: tuple[str, ...]
     k: int
+    trace: TraceContext
     cache_salt: bytes = b""
-    traceparent: str = ""
 
 
 class Generator(Protocol):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections import Counter
+from dataclasses import dataclass
 
 from specsplit.core.digest import TokenDigest
 from specsplit.core.errors import SpecsplitError
@@ -16,6 +18,7 @@ from specsplit.core.types import (
     Delta,
     Finished,
     FinishReason,
+    NoDraftReason,
     OpenRequest,
     RowDone,
     Usage,
@@ -32,14 +35,31 @@ class Phase(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What one commit adds to the usage."""
+
+    drafted: int = 0
+    accepted: int = 0
+    committed: int = 0
+
+
 class Sequence:
     """One admitted request. `events` carries what the client is sent: Deltas, then Finished or an error."""
 
-    def __init__(self, request: AdmittedRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: AdmittedRequest, tokenizer: Tokenizer, *, admitted_ns: int) -> None:
         self.request = request
         self.phase = Phase.WAITING
         self.generation = 0
+        self.is_at_verifier = False  # opened there, and not known to be forgotten
         self.num_lost = 0  # times that the verifier died or fell silent while it held this
+        self.num_preempted = 0
+        self.replicas: list[str] = []  # addresses of the verifiers that had it
+        self.block_hashes: list[bytes] | None = None  # of the prompt, once routing asked for them
+        self.predicted_cached_tokens: int | None = None
+        self.admitted_ns = admitted_ns  # all times: nanoseconds since the Unix epoch
+        self.opened_ns: int | None = None  # by a verifier, for the first time
+        self.first_token_ns: int | None = None
         self.token_ids = list(request.prompt_ids)  # committed: prompt, then output
         self.num_computed = 0  # committed tokens whose KV the verifier holds
         self.events: asyncio.Queue[Delta | Finished | SpecsplitError] = asyncio.Queue()
@@ -52,6 +72,8 @@ class Sequence:
         self._num_steps = 0
         self._num_drafted = 0
         self._accepted_by_position: list[int] = []
+        self._no_draft_reasons: Counter[NoDraftReason] = Counter()
+        self._finish_reason: FinishReason | None = None
 
     def is_open(self, generation: int) -> bool:
         """Held by a verifier, or about to be."""
@@ -63,6 +85,12 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.phase is Phase.FINISHED
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of a request that finished by itself."""
+        assert self._finish_reason is not None
+        return self._finish_reason
 
     @property
     def num_prompt(self) -> int:
@@ -86,6 +114,7 @@ class Sequence:
         assert self.phase is Phase.WAITING, self.phase
         self.phase = Phase.OPENING
         self.generation += 1
+        self.is_at_verifier = True
         return OpenRequest(
             request_id=self.request.request_id,
             generation=self.generation,
@@ -94,13 +123,14 @@ class Sequence:
             output_ids=self.token_ids[self.num_prompt :],
             sampling=self.request.sampling,
             cache_salt=self.request.cache_salt,
-            traceparent=self.request.traceparent,
+            traceparent=self.request.trace.traceparent,
         )
 
-    def opened(self, cached_tokens: int) -> None:
+    def opened(self, cached_tokens: int, *, at_ns: int) -> None:
         """OPENING -> RUNNING."""
         assert self.phase is Phase.OPENING, self.phase
         self.phase = Phase.RUNNING
+        self.opened_ns = self.opened_ns or at_ns
         self.num_computed = cached_tokens
         if self._cached_tokens is None:
             self._cached_tokens = min(cached_tokens, self.num_prompt)
@@ -109,12 +139,15 @@ class Sequence:
         """Back to WAITING: the verifier no longer has it. Committed tokens stay."""
         assert self.phase in (Phase.OPENING, Phase.RUNNING), self.phase
         self.phase = Phase.WAITING
+        self.is_at_verifier = False
         self.num_computed = 0
 
     def close(self) -> CloseRequest:
         return CloseRequest(self.request.request_id, self.generation)
 
-    def commit(self, row: RowDone, num_drafts: int) -> None:
+    def commit(
+        self, row: RowDone, *, num_drafts: int, no_draft_reason: NoDraftReason | None, at_ns: int
+    ) -> Counted:
         """Applies an OK verdict: extends the committed tokens, cuts at a stop string, tells the client.
 
         Tokens past a stop string are dropped from ids, scores, usage and acceptance counts alike; the token
@@ -124,18 +157,23 @@ class Sequence:
         assert row.base_len == len(self.token_ids), (row.base_len, len(self.token_ids))
         self.num_computed = row.num_computed
         if not row.committed_ids:  # a prefill chunk
-            return
+            return Counted()
         text, num_kept, finish = self._extend_text(row)
         kept = tuple(row.committed_ids[:num_kept])
         self.token_ids.extend(kept)
         self._digest.append(kept)
-        self._count(min(row.num_accepted, num_kept), min(num_drafts, num_kept) if finish else num_drafts)
+        self.first_token_ns = self.first_token_ns or at_ns
+        num_drafted = min(num_drafts, num_kept) if finish is not None else num_drafts
+        counted = Counted(num_drafted, min(row.num_accepted, num_kept), num_kept)
+        self._count(counted, no_draft_reason)
         if finish is not None and not self._text.is_stopped:
             text += self._text.finish()
         self.events.put_nowait(Delta(text, kept, row.logprobs[:num_kept], row.margins[:num_kept]))
         if finish is not None:
             self.phase = Phase.FINISHED
+            self._finish_reason = finish
             self.events.put_nowait(Finished(finish, self.usage()))
+        return counted
 
     def fail(self, error: SpecsplitError) -> None:
         """Ends the request with an error to the client."""
@@ -151,6 +189,7 @@ class Sequence:
             drafted=self._num_drafted,
             accepted=sum(self._accepted_by_position),
             accepted_by_position=tuple(self._accepted_by_position),
+            no_draft_reason=self._no_draft_reason(),
         )
 
     def _extend_text(self, row: RowDone) -> tuple[str, int, FinishReason | None]:
@@ -168,10 +207,18 @@ class Sequence:
                 return text, index + 1, FinishReason.STOP
         return text, len(ids), row.finish_reason
 
-    def _count(self, num_accepted: int, num_drafts: int) -> None:
+    def _count(self, counted: Counted, no_draft_reason: NoDraftReason | None) -> None:
         self._num_steps += 1
-        self._num_drafted += num_drafts
-        missing = num_accepted - len(self._accepted_by_position)
+        self._num_drafted += counted.drafted
+        missing = counted.accepted - len(self._accepted_by_position)
         self._accepted_by_position.extend([0] * missing)
-        for position in range(num_accepted):
+        for position in range(counted.accepted):
             self._accepted_by_position[position] += 1
+        if no_draft_reason is not None:
+            self._no_draft_reasons[no_draft_reason] += 1
+
+    def _no_draft_reason(self) -> NoDraftReason | None:
+        """The one of most steps, when nothing was drafted in any."""
+        if self._num_drafted or not self._no_draft_reasons:
+            return None
+        return max(self._no_draft_reasons, key=lambda reason: (self._no_draft_reasons[reason], -reason))

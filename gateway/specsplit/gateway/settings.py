@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode, SettingsConfigDict
 
+from specsplit.core.registry.url import RedisUrl
 from specsplit.core.serving import ListenSettings
 from specsplit.core.types import MAX_DRAFT
+
+
+def _split(value: object) -> object:
+    """The parts of a flag or variable; a TOML file has a list."""
+    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+
+Addresses = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(_split), Field(min_length=1)
+]
 
 
 class GatewaySettings(ListenSettings):
@@ -20,8 +32,8 @@ class GatewaySettings(ListenSettings):
     """Port of the gRPC API; 0 takes a free one."""
     http_port: int = Field(default=8000, ge=0, le=65535)
     """Port of the HTTP API; 0 takes a free one."""
-    verifier: str = "127.0.0.1:50053"
-    """Address of the verifier."""
+    verifiers: Addresses = ("127.0.0.1:50053",)
+    """Addresses of the verifier replicas, separated by commas; all serve the same model."""
     drafter: str | None = None
     """Address of the drafter; without one nothing is drafted."""
     tokenizer: Path
@@ -42,5 +54,15 @@ class GatewaySettings(ListenSettings):
     """Time a verifier has to answer a step or an open; then its stream is given up and requests re-opened."""
     verifier_wait_seconds: float = Field(default=180.0, gt=0)
     """Time a request waits for a verifier to come back before it fails with 503."""
+    redis_url: RedisUrl | None = None
+    """The registry that verifiers publish their blocks to, such as redis://127.0.0.1:6379 or
+    unix:///path/to/socket; without one, routing uses this gateway's own memory."""
+    registry_timeout_ms: float = Field(default=20.0, gt=0, allow_inf_nan=False)
+    """Time that the registry has to answer before a request is routed without it."""
+    trace_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of requests, of those whose caller does not decide, that are traced step by step; each request's
+    own span, with all its totals, is kept always."""
+    trace_content: bool = False
+    """Record the text of prompts and outputs in traces."""
     shuffle_rows: bool = False
     """Test mode: compose each step's rows in random order; texts must not change."""

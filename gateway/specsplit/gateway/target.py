@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from specsplit.core.errors import ProtocolError, Unavailable
 from specsplit.core.types import (
-    WIRE_VERSION,
     Capacity,
     CloseRequest,
     Opened,
@@ -32,25 +31,26 @@ log = logging.getLogger(__name__)
 
 
 class Target:
-    """`on_event` hears all events but StepDone; `on_lost` that everything open there is gone."""
+    """`accept` may refuse a verifier by raising ProtocolError; `on_event` hears all events but StepDone;
+    `on_lost` hears that everything open there is gone."""
 
     def __init__(
         self,
         address: str,
         *,
-        tokenizer_digest: str,
         step_timeout_seconds: float,
         counters: Counter[str],
+        accept: Callable[[VerifierDescription], None],
         on_event: Callable[[Capacity | Opened | Preempted], None],
         on_lost: Callable[[], None],
     ) -> None:
         self.free_blocks = 0
         self.is_draining = False
         self.down_since: float | None = None  # until a verifier has said its capacity
-        self._description: VerifierDescription | None = None  # of the last verifier accepted
-        self._tokenizer_digest = tokenizer_digest
+        self.last_description: VerifierDescription | None = None  # of the last verifier accepted
         self._step_timeout_seconds = step_timeout_seconds
         self._counters = counters
+        self._accept_description = accept
         self._on_other_event = on_event
         self._on_lost = on_lost
         self._outstanding: tuple[int, asyncio.Future[StepDone]] | None = None
@@ -70,9 +70,9 @@ class Target:
     @property
     def description(self) -> VerifierDescription:
         """Raises Unavailable until a verifier has described itself; stays while it is away."""
-        if self._description is None:
+        if self.last_description is None:
             raise Unavailable("no verifier is connected yet")
-        return self._description
+        return self.last_description
 
     def open(self, request: OpenRequest) -> None:
         self.link.send(request)
@@ -106,16 +106,8 @@ class Target:
         log.error("invariant violated: %s", what)
 
     def _accept(self, description: VerifierDescription) -> None:
-        if description.wire_version != WIRE_VERSION:
-            raise ProtocolError(f"wire version {description.wire_version}, not {WIRE_VERSION}")
-        if description.tokenizer_digest not in ("", self._tokenizer_digest):
-            raise ProtocolError(
-                f"the verifier's tokenizer {description.tokenizer_digest} is not "
-                f"{self._tokenizer_digest}, the gateway's"
-            )
-        if self._description is not None and _identity(description) != _identity(self._description):
-            raise ProtocolError(f"{description} is not the verifier served before, {self._description}")
-        self._description = description
+        self._accept_description(description)
+        self.last_description = description
         if self.down_since is None:
             self.down_since = time.monotonic()
         self.free_blocks = description.num_blocks
@@ -143,8 +135,3 @@ class Target:
             self._outstanding[1].cancel()
             self._outstanding = None
         self._on_lost()
-
-
-def _identity(d: VerifierDescription) -> tuple[object, ...]:
-    """What must not change between verifiers that serve one request: all but sizes and incarnation."""
-    return (d.model, d.revision, d.dtype, d.numerics, d.tokenizer_digest, d.vocab_size, d.eos_token_ids)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specsplit.v1 import common_pb2 as specsplit_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspecsplit/v1/drafter.proto\x12\x0cspecsplit.v1\x1a\x19specsplit/v1/common.proto\"\x18\n\x16\x44\x65scribeDrafterRequest\"z\n\x12\x44rafterDescription\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\tmax_draft\x18\x03 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x0c\"o\n\x0c\x44raftCommand\x12)\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x18.specsplit.v1.DraftBatchH\x00\x12)\n\x05\x63lose\x18\x02 \x01(\x0b\x32\x18.specsplit.v1.CloseDraftH\x00\x42\t\n\x07\x63ommand\"D\n\nDraftBatch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12$\n\x04rows\x18\x02 \x03(\x0b\x32\x16.specsplit.v1.DraftRow\"\xc0\x01\n\x08\x44raftRow\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\x12\x13\n\x07new_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x11\n\tmax_draft\x18\x06 \x01(\r\x12.\n\x08sampling\x18\x07 \x01(\x0b\x32\x1c.specsplit.v1.SamplingParams\x12\x12\n\nprompt_len\x18\x08 \x01(\r\" \n\nCloseDraft\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\"^\n\x0e\x44raftBatchDone\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12(\n\x04rows\x18\x02 \x03(\x0b\x32\x1a.specsplit.v1.DraftRowDone\x12\x10\n\x08\x64raft_us\x18\x03 \x01(\r\"\xfc\x01\n\x0c\x44raftRowDone\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12)\n\x06status\x18\x04 \x01(\x0e\x32\x19.specsplit.v1.DraftStatus\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x15\n\tdraft_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x16\n\nconfidence\x18\x07 \x03(\x02\x42\x02\x10\x01\x12\x35\n\x0b\x64raft_probs\x18\x08 \x03(\x0b\x32 .specsplit.v1.SparseDistribution\x12\x11\n\tmatch_len\x18\t \x01(\r*y\n\x0b\x44raftStatus\x12\x1c\n\x18\x44RAFT_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44RAFT_STATUS_OK\x10\x01\x12\x1d\n\x19\x44RAFT_STATUS_NEED_CONTEXT\x10\x02\x12\x18\n\x14\x44RAFT_STATUS_INVALID\x10\x03\x32\xe1\x01\n\x07\x44rafter\x12R\n\x08\x44\x65scribe\x12$.specsplit.v1.DescribeDrafterRequest\x1a .specsplit.v1.DrafterDescription\x12=\n\x05Stats\x12\x1a.specsplit.v1.StatsRequest\x1a\x18.specsplit.v1.StatsReply\x12\x43\n\x03Run\x12\x1a.specsplit.v1.DraftCommand\x1a\x1c.specsplit.v1.DraftBatchDone(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspecsplit/v1/drafter.proto\x12\x0cspecsplit.v1\x1a\x19specsplit/v1/common.proto\"\x18\n\x16\x44\x65scribeDrafterRequest\"z\n\x12\x44rafterDescription\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\tmax_draft\x18\x03 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x0c\"o\n\x0c\x44raftCommand\x12)\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x18.specsplit.v1.DraftBatchH\x00\x12)\n\x05\x63lose\x18\x02 \x01(\x0b\x32\x18.specsplit.v1.CloseDraftH\x00\x42\t\n\x07\x63ommand\"D\n\nDraftBatch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12$\n\x04rows\x18\x02 \x03(\x0b\x32\x16.specsplit.v1.DraftRow\"\xd5\x01\n\x08\x44raftRow\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\x12\x13\n\x07new_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x11\n\tmax_draft\x18\x06 \x01(\r\x12.\n\x08sampling\x18\x07 \x01(\x0b\x32\x1c.specsplit.v1.SamplingParams\x12\x12\n\nprompt_len\x18\x08 \x01(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t\" \n\nCloseDraft\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\"s\n\x0e\x44raftBatchDone\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12(\n\x04rows\x18\x02 \x03(\x0b\x32\x1a.specsplit.v1.DraftRowDone\x12\x10\n\x08\x64raft_us\x18\x03 \x01(\r\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"\xfc\x01\n\x0c\x44raftRowDone\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12)\n\x06status\x18\x04 \x01(\x0e\x32\x19.specsplit.v1.DraftStatus\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x15\n\tdraft_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x16\n\nconfidence\x18\x07 \x03(\x02\x42\x02\x10\x01\x12\x35\n\x0b\x64raft_probs\x18\x08 \x03(\x0b\x32 .specsplit.v1.SparseDistribution\x12\x11\n\tmatch_len\x18\t \x01(\r*y\n\x0b\x44raftStatus\x12\x1c\n\x18\x44RAFT_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44RAFT_STATUS_OK\x10\x01\x12\x1d\n\x19\x44RAFT_STATUS_NEED_CONTEXT\x10\x02\x12\x18\n\x14\x44RAFT_STATUS_INVALID\x10\x03\x32\xe1\x01\n\x07\x44rafter\x12R\n\x08\x44\x65scribe\x12$.specsplit.v1.DescribeDrafterRequest\x1a .specsplit.v1.DrafterDescription\x12=\n\x05Stats\x12\x1a.specsplit.v1.StatsRequest\x1a\x18.specsplit.v1.StatsReply\x12\x43\n\x03Run\x12\x1a.specsplit.v1.DraftCommand\x1a\x1c.specsplit.v1.DraftBatchDone(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,8 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTROWDONE'].fields_by_name['draft_ids']._serialized_options = b'\020\001'
   _globals['_DRAFTROWDONE'].fields_by_name['confidence']._loaded_options = None
   _globals['_DRAFTROWDONE'].fields_by_name['confidence']._serialized_options = b'\020\001'
-  _globals['_DRAFTSTATUS']._serialized_start=984
-  _globals['_DRAFTSTATUS']._serialized_end=1105
+  _globals['_DRAFTSTATUS']._serialized_start=1026
+  _globals['_DRAFTSTATUS']._serialized_end=1147
   _globals['_DESCRIBEDRAFTERREQUEST']._serialized_start=71
   _globals['_DESCRIBEDRAFTERREQUEST']._serialized_end=95
   _globals['_DRAFTERDESCRIPTION']._serialized_start=97
@@ -49,13 +49,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTBATCH']._serialized_start=334
   _globals['_DRAFTBATCH']._serialized_end=402
   _globals['_DRAFTROW']._serialized_start=405
-  _globals['_DRAFTROW']._serialized_end=597
-  _globals['_CLOSEDRAFT']._serialized_start=599
-  _globals['_CLOSEDRAFT']._serialized_end=631
-  _globals['_DRAFTBATCHDONE']._serialized_start=633
-  _globals['_DRAFTBATCHDONE']._serialized_end=727
-  _globals['_DRAFTROWDONE']._serialized_start=730
-  _globals['_DRAFTROWDONE']._serialized_end=982
-  _globals['_DRAFTER']._serialized_start=1108
-  _globals['_DRAFTER']._serialized_end=1333
+  _globals['_DRAFTROW']._serialized_end=618
+  _globals['_CLOSEDRAFT']._serialized_start=620
+  _globals['_CLOSEDRAFT']._serialized_end=652
+  _globals['_DRAFTBATCHDONE']._serialized_start=654
+  _globals['_DRAFTBATCHDONE']._serialized_end=769
+  _globals['_DRAFTROWDONE']._serialized_start=772
+  _globals['_DRAFTROWDONE']._serialized_end=1024
+  _globals['_DRAFTER']._serialized_start=1150
+  _globals['_DRAFTER']._serialized_end=1375
 # @@protoc_insertion_point(module_scope)

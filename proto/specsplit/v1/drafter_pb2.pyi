@@ -182,6 +182,7 @@ class DraftRow(_message.Message):
     MAX_DRAFT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PROMPT_LEN_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """16 random bytes."""
     generation: _builtins.int
@@ -194,6 +195,8 @@ class DraftRow(_message.Message):
     """Longest draft wanted; 0 only delivers new_ids."""
     prompt_len: _builtins.int
     """On the first row of a generation: prompt tokens, so that output positions are known."""
+    traceparent: _builtins.str
+    """On the first row of a generation: W3C trace context of the request's span at the gateway."""
     @_builtins.property
     def new_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The last ids of the committed tokens: position base_len - len(new_ids) and on. All of them when the
@@ -215,10 +218,11 @@ class DraftRow(_message.Message):
         max_draft: _builtins.int = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         prompt_len: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "digest", b"digest", "generation", b"generation", "max_draft", b"max_draft", "new_ids", b"new_ids", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "digest", b"digest", "generation", b"generation", "max_draft", b"max_draft", "new_ids", b"new_ids", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -255,10 +259,13 @@ class DraftBatchDone(_message.Message):
     BATCH_ID_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     DRAFT_US_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     batch_id: _builtins.int
     """The batch."""
     draft_us: _builtins.int
     """Microseconds spent on the batch."""
+    traceparent: _builtins.str
+    """W3C trace context of the drafter's span of the batch; empty when no row of it is sampled."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftRowDone]:
         """One for each row, in its order."""
@@ -269,10 +276,11 @@ class DraftBatchDone(_message.Message):
         batch_id: _builtins.int = ...,
         rows: _abc.Iterable[Global___DraftRowDone] | None = ...,
         draft_us: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "draft_us", b"draft_us", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "draft_us", b"draft_us", "rows", b"rows", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

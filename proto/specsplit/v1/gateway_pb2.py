@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specsplit.v1 import common_pb2 as specsplit_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspecsplit/v1/gateway.proto\x12\x0cspecsplit.v1\x1a\x19specsplit/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.specsplit.v1.ChatMessage\"\x1e\n\x0bTokenPrompt\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"4\n\x0bSpeculation\x12\x0e\n\x01k\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\tB\x04\n\x02_k\"\x8f\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\x06tokens\x18\x03 \x01(\x0b\x32\x19.specsplit.v1.TokenPromptH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.specsplit.v1.ChatPromptH\x00\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\rH\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0b \x01(\rH\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x1a\n\x0estop_token_ids\x18\r \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\x0f \x01(\rH\x08\x88\x01\x01\x12\x16\n\x0ereport_margins\x18\x10 \x01(\x08\x12\x12\n\ncache_salt\x18\x11 \x01(\t\x12\x10\n\x08priority\x18\x12 \x01(\x05\x12.\n\x0bspeculation\x18\x13 \x01(\x0b\x32\x19.specsplit.v1.Speculation\x12\x34\n\x0cverification\x18\x14 \x01(\x0e\x32\x1e.specsplit.v1.VerificationModeB\x08\n\x06promptB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0f\n\r_num_logprobs\"\x94\x01\n\rGenerateEvent\x12(\n\x07started\x18\x01 \x01(\x0b\x32\x15.specsplit.v1.StartedH\x00\x12$\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x13.specsplit.v1.DeltaH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.specsplit.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"C\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x16\n\nprompt_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"j\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x03ids\x18\x02 \x03(\rB\x02\x10\x01\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.specsplit.v1.TokenLogprobs\x12\x13\n\x07margins\x18\x04 \x03(\x02\x42\x02\x10\x01\"\xa4\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x05 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12 \n\x14\x61\x63\x63\x65pted_by_position\x18\x07 \x03(\rB\x02\x10\x01\"a\n\x08\x46inished\x12\x31\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1a.specsplit.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.specsplit.v1.Usage\";\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08\" \n\rTokenizeReply\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"$\n\x11\x44\x65tokenizeRequest\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x0f\n\rModelsRequest\"2\n\x0bModelsReply\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.specsplit.v1.Model\"0\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1b\n\x13max_sequence_tokens\x18\x02 \x01(\r2\xea\x02\n\x07Gateway\x12H\n\x08Generate\x12\x1d.specsplit.v1.GenerateRequest\x1a\x1b.specsplit.v1.GenerateEvent0\x01\x12\x46\n\x08Tokenize\x12\x1d.specsplit.v1.TokenizeRequest\x1a\x1b.specsplit.v1.TokenizeReply\x12L\n\nDetokenize\x12\x1f.specsplit.v1.DetokenizeRequest\x1a\x1d.specsplit.v1.DetokenizeReply\x12@\n\x06Models\x12\x1b.specsplit.v1.ModelsRequest\x1a\x19.specsplit.v1.ModelsReply\x12=\n\x05Stats\x12\x1a.specsplit.v1.StatsRequest\x1a\x18.specsplit.v1.StatsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspecsplit/v1/gateway.proto\x12\x0cspecsplit.v1\x1a\x19specsplit/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.specsplit.v1.ChatMessage\"\x1e\n\x0bTokenPrompt\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"4\n\x0bSpeculation\x12\x0e\n\x01k\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\tB\x04\n\x02_k\"\x8f\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\x06tokens\x18\x03 \x01(\x0b\x32\x19.specsplit.v1.TokenPromptH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.specsplit.v1.ChatPromptH\x00\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x05\x88\x01\x01\x12\x17\n\nmax_tokens\x18\n \x01(\rH\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0b \x01(\rH\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x1a\n\x0estop_token_ids\x18\r \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\x0f \x01(\rH\x08\x88\x01\x01\x12\x16\n\x0ereport_margins\x18\x10 \x01(\x08\x12\x12\n\ncache_salt\x18\x11 \x01(\t\x12\x10\n\x08priority\x18\x12 \x01(\x05\x12.\n\x0bspeculation\x18\x13 \x01(\x0b\x32\x19.specsplit.v1.Speculation\x12\x34\n\x0cverification\x18\x14 \x01(\x0e\x32\x1e.specsplit.v1.VerificationModeB\x08\n\x06promptB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0f\n\r_num_logprobs\"\x94\x01\n\rGenerateEvent\x12(\n\x07started\x18\x01 \x01(\x0b\x32\x15.specsplit.v1.StartedH\x00\x12$\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x13.specsplit.v1.DeltaH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.specsplit.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"C\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x16\n\nprompt_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0c\n\x04seed\x18\x03 \x01(\x04\"j\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x03ids\x18\x02 \x03(\rB\x02\x10\x01\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.specsplit.v1.TokenLogprobs\x12\x13\n\x07margins\x18\x04 \x03(\x02\x42\x02\x10\x01\"\xda\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x05 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12 \n\x14\x61\x63\x63\x65pted_by_position\x18\x07 \x03(\rB\x02\x10\x01\x12\x34\n\x0fno_draft_reason\x18\x08 \x01(\x0e\x32\x1b.specsplit.v1.NoDraftReason\"a\n\x08\x46inished\x12\x31\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1a.specsplit.v1.FinishReason\x12\"\n\x05usage\x18\x02 \x01(\x0b\x32\x13.specsplit.v1.Usage\";\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08\" \n\rTokenizeReply\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"$\n\x11\x44\x65tokenizeRequest\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x0f\n\rModelsRequest\"2\n\x0bModelsReply\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.specsplit.v1.Model\"0\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1b\n\x13max_sequence_tokens\x18\x02 \x01(\r*\xa6\x01\n\rNoDraftReason\x12\x1f\n\x1bNO_DRAFT_REASON_UNSPECIFIED\x10\x00\x12\x17\n\x13NO_DRAFT_REASON_OFF\x10\x01\x12\x1c\n\x18NO_DRAFT_REASON_NO_MATCH\x10\x02\x12 \n\x1cNO_DRAFT_REASON_DRAFTER_AWAY\x10\x03\x12\x1b\n\x17NO_DRAFT_REASON_NO_ROOM\x10\x04\x32\xea\x02\n\x07Gateway\x12H\n\x08Generate\x12\x1d.specsplit.v1.GenerateRequest\x1a\x1b.specsplit.v1.GenerateEvent0\x01\x12\x46\n\x08Tokenize\x12\x1d.specsplit.v1.TokenizeRequest\x1a\x1b.specsplit.v1.TokenizeReply\x12L\n\nDetokenize\x12\x1f.specsplit.v1.DetokenizeRequest\x1a\x1d.specsplit.v1.DetokenizeReply\x12@\n\x06Models\x12\x1b.specsplit.v1.ModelsRequest\x1a\x19.specsplit.v1.ModelsReply\x12=\n\x05Stats\x12\x1a.specsplit.v1.StatsRequest\x1a\x18.specsplit.v1.StatsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,6 +48,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIZEREPLY'].fields_by_name['ids']._serialized_options = b'\020\001'
   _globals['_DETOKENIZEREQUEST'].fields_by_name['ids']._loaded_options = None
   _globals['_DETOKENIZEREQUEST'].fields_by_name['ids']._serialized_options = b'\020\001'
+  _globals['_NODRAFTREASON']._serialized_start=1854
+  _globals['_NODRAFTREASON']._serialized_end=2020
   _globals['_CHATMESSAGE']._serialized_start=71
   _globals['_CHATMESSAGE']._serialized_end=115
   _globals['_CHATPROMPT']._serialized_start=117
@@ -65,23 +67,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELTA']._serialized_start=1140
   _globals['_DELTA']._serialized_end=1246
   _globals['_USAGE']._serialized_start=1249
-  _globals['_USAGE']._serialized_end=1413
-  _globals['_FINISHED']._serialized_start=1415
-  _globals['_FINISHED']._serialized_end=1512
-  _globals['_TOKENIZEREQUEST']._serialized_start=1514
-  _globals['_TOKENIZEREQUEST']._serialized_end=1573
-  _globals['_TOKENIZEREPLY']._serialized_start=1575
-  _globals['_TOKENIZEREPLY']._serialized_end=1607
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1609
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1645
-  _globals['_DETOKENIZEREPLY']._serialized_start=1647
-  _globals['_DETOKENIZEREPLY']._serialized_end=1678
-  _globals['_MODELSREQUEST']._serialized_start=1680
-  _globals['_MODELSREQUEST']._serialized_end=1695
-  _globals['_MODELSREPLY']._serialized_start=1697
-  _globals['_MODELSREPLY']._serialized_end=1747
-  _globals['_MODEL']._serialized_start=1749
-  _globals['_MODEL']._serialized_end=1797
-  _globals['_GATEWAY']._serialized_start=1800
-  _globals['_GATEWAY']._serialized_end=2162
+  _globals['_USAGE']._serialized_end=1467
+  _globals['_FINISHED']._serialized_start=1469
+  _globals['_FINISHED']._serialized_end=1566
+  _globals['_TOKENIZEREQUEST']._serialized_start=1568
+  _globals['_TOKENIZEREQUEST']._serialized_end=1627
+  _globals['_TOKENIZEREPLY']._serialized_start=1629
+  _globals['_TOKENIZEREPLY']._serialized_end=1661
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1663
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1699
+  _globals['_DETOKENIZEREPLY']._serialized_start=1701
+  _globals['_DETOKENIZEREPLY']._serialized_end=1732
+  _globals['_MODELSREQUEST']._serialized_start=1734
+  _globals['_MODELSREQUEST']._serialized_end=1749
+  _globals['_MODELSREPLY']._serialized_start=1751
+  _globals['_MODELSREPLY']._serialized_end=1801
+  _globals['_MODEL']._serialized_start=1803
+  _globals['_MODEL']._serialized_end=1851
+  _globals['_GATEWAY']._serialized_start=2023
+  _globals['_GATEWAY']._serialized_end=2385
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from specsplit.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,38 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _NoDraftReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _NoDraftReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NoDraftReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    NO_DRAFT_REASON_UNSPECIFIED: _NoDraftReason.ValueType  # 0
+    """Something was drafted."""
+    NO_DRAFT_REASON_OFF: _NoDraftReason.ValueType  # 1
+    """k was 0: asked for by the request or the server, or there is no drafter."""
+    NO_DRAFT_REASON_NO_MATCH: _NoDraftReason.ValueType  # 2
+    """The drafter had nothing to propose."""
+    NO_DRAFT_REASON_DRAFTER_AWAY: _NoDraftReason.ValueType  # 3
+    """The drafter was away, late, full, or answered what it was not asked."""
+    NO_DRAFT_REASON_NO_ROOM: _NoDraftReason.ValueType  # 4
+    """No draft could have been committed: output, context or step had no room for one."""
+
+class NoDraftReason(_NoDraftReason, metaclass=_NoDraftReasonEnumTypeWrapper):
+    """Why nothing was drafted in a whole request; of several reasons, the one with the most steps."""
+
+NO_DRAFT_REASON_UNSPECIFIED: NoDraftReason.ValueType  # 0
+"""Something was drafted."""
+NO_DRAFT_REASON_OFF: NoDraftReason.ValueType  # 1
+"""k was 0: asked for by the request or the server, or there is no drafter."""
+NO_DRAFT_REASON_NO_MATCH: NoDraftReason.ValueType  # 2
+"""The drafter had nothing to propose."""
+NO_DRAFT_REASON_DRAFTER_AWAY: NoDraftReason.ValueType  # 3
+"""The drafter was away, late, full, or answered what it was not asked."""
+NO_DRAFT_REASON_NO_ROOM: NoDraftReason.ValueType  # 4
+"""No draft could have been committed: output, context or step had no room for one."""
+Global___NoDraftReason: _TypeAlias = NoDraftReason  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -387,6 +420,7 @@ class Usage(_message.Message):
     DRAFTED_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     ACCEPTED_BY_POSITION_FIELD_NUMBER: _builtins.int
+    NO_DRAFT_REASON_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Prompt tokens."""
     completion_tokens: _builtins.int
@@ -399,6 +433,8 @@ class Usage(_message.Message):
     """Draft tokens verified."""
     accepted: _builtins.int
     """Draft tokens accepted."""
+    no_draft_reason: Global___NoDraftReason.ValueType
+    """Why drafted is 0, if it is."""
     @_builtins.property
     def accepted_by_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted drafts by their place in the draft, first place first."""
@@ -413,10 +449,11 @@ class Usage(_message.Message):
         drafted: _builtins.int = ...,
         accepted: _builtins.int = ...,
         accepted_by_position: _abc.Iterable[_builtins.int] | None = ...,
+        no_draft_reason: Global___NoDraftReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "accepted_by_position", b"accepted_by_position", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted", b"drafted", "prompt_tokens", b"prompt_tokens", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "accepted_by_position", b"accepted_by_position", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted", b"drafted", "no_draft_reason", b"no_draft_reason", "prompt_tokens", b"prompt_tokens", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

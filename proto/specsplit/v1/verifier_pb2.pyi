@@ -263,7 +263,7 @@ class OpenRequest(_message.Message):
     cache_salt: _builtins.bytes
     """Requests share cached blocks only when their salts are equal; empty is the common one."""
     traceparent: _builtins.str
-    """W3C trace context of the request, empty when there is none."""
+    """W3C trace context of the request's span at the gateway, empty when there is none."""
     @_builtins.property
     def order(self) -> _common_pb2.Order:
         """Place in the order of memory."""
@@ -571,6 +571,7 @@ class StepDone(_message.Message):
     BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     BATCH_ROWS_FIELD_NUMBER: _builtins.int
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """The step."""
     queue_us: _builtins.int
@@ -587,6 +588,8 @@ class StepDone(_message.Message):
     """Rows of that batch."""
     free_blocks: _builtins.int
     """See Capacity."""
+    traceparent: _builtins.str
+    """W3C trace context of the verifier's span of the batch; empty when no row of it is sampled."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowDone]:
         """One for each row of the step, in its order."""
@@ -603,10 +606,11 @@ class StepDone(_message.Message):
         batch_tokens: _builtins.int = ...,
         batch_rows: _builtins.int = ...,
         free_blocks: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_rows", b"batch_rows", "batch_tokens", b"batch_tokens", "forward_us", b"forward_us", "free_blocks", b"free_blocks", "idle_us", b"idle_us", "queue_us", b"queue_us", "rows", b"rows", "sample_us", b"sample_us", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_rows", b"batch_rows", "batch_tokens", b"batch_tokens", "forward_us", b"forward_us", "free_blocks", b"free_blocks", "idle_us", b"idle_us", "queue_us", b"queue_us", "rows", b"rows", "sample_us", b"sample_us", "step_id", b"step_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

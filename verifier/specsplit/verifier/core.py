@@ -68,13 +68,20 @@ class VerifierCore:
     """`counts` are totals since the start, by name."""
 
     def __init__(
-        self, model: TargetModel, limits: Limits, *, eos_token_ids: Iterable[int], namespace: bytes
+        self,
+        model: TargetModel,
+        limits: Limits,
+        *,
+        eos_token_ids: Iterable[int],
+        namespace: bytes,
+        is_tracked: bool = False,
     ) -> None:
+        """`is_tracked`: the pool keeps what changes in its cache, for somebody who takes it."""
         assert 1 <= limits.max_sequence_tokens <= limits.num_blocks * BLOCK_SIZE, (
             "one sequence has to fit the pool"
         )
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks)
+        self.pool = BlockPool(limits.num_blocks, is_tracked=is_tracked)
         self.sequences: dict[RequestId, SequenceState] = {}
         self.is_draining = False
         self.counts: Counter[str] = Counter()

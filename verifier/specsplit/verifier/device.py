@@ -55,10 +55,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class TurnDone:
-    """Events by stream, in order, and the counters after them."""
+    """Events by stream, in order; the counters after them; hashes that are cached now (or no longer)."""
 
     events: list[tuple[Owner, VerifierEvent | StreamEnded]]
     counters: dict[str, int]
+    block_changes: dict[bytes, bool]
 
 
 Outcome: TypeAlias = Loaded | TurnDone | Failed
@@ -265,7 +266,7 @@ class _Turns:
             **dict.fromkeys(_ALWAYS_REPORTED, 0),
             **core.counts,
         }
-        self._on_outcome(TurnDone(self._events, counters))
+        self._on_outcome(TurnDone(self._events, counters, core.pool.take_changes()))
         self._events = []
 
 

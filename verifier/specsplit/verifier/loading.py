@@ -38,7 +38,7 @@ def load(settings: VerifierSettings) -> Loaded:
         settings.model, dtype=dtype, device=device, revision=settings.revision, num_threads=settings.threads
     )
     info = model.info
-    num_blocks = settings.num_blocks or _num_blocks_that_fit(model)
+    num_blocks = settings.num_blocks or _num_blocks_that_fit(model, settings.verifiers_here)
     limits = Limits(
         vocab_size=info.vocab_size,
         num_blocks=num_blocks,
@@ -81,7 +81,13 @@ def load(settings: VerifierSettings) -> Loaded:
         num_blocks,
         limits.max_sequence_tokens,
     )
-    core = VerifierCore(model, limits, eos_token_ids=info.eos_token_ids, namespace=registry_namespace)
+    core = VerifierCore(
+        model,
+        limits,
+        eos_token_ids=info.eos_token_ids,
+        namespace=registry_namespace,
+        is_tracked=settings.redis_url is not None,
+    )
     return Loaded(core, description)
 
 
@@ -97,12 +103,14 @@ def _max_sequence_tokens(settings: VerifierSettings, model: PagedModel, num_bloc
     return wanted or possible
 
 
-def _num_blocks_that_fit(model: PagedModel) -> int:
+def _num_blocks_that_fit(model: PagedModel, num_sharing: int) -> int:
+    """Those that share the memory may start at once and all find it free."""
     if model.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(model.device)
         budget = free * _CUDA_MEMORY_SHARE
     else:
         budget = _available_bytes() * _CPU_MEMORY_SHARE
+    budget /= num_sharing
     num_blocks = int(budget / model.info.kv_bytes_per_block)
     if num_blocks < 1:
         raise SettingsError(f"num_blocks: {budget:.0f} bytes do not hold one block", field="num_blocks")

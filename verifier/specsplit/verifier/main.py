@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from specsplit.core.errors import SettingsError, SpecsplitError
 from specsplit.core.serving import GrpcService
 from specsplit.core.settings import exit_on_settings_error, load_settings
+from specsplit.core.types import VerifierDescription
 from specsplit.v1 import verifier_pb2_grpc
 from specsplit.verifier.settings import VerifierSettings
 
@@ -35,14 +36,27 @@ def main(argv: Sequence[str]) -> None:
 async def _serve(settings: VerifierSettings) -> None:
     # Slow to import: settings that are wrong are told without it. Loading first: it goes before torch.
     from specsplit.verifier.loading import load
+    from specsplit.verifier.publisher import Publisher
     from specsplit.verifier.service import VerifierService
+
+    server = GrpcService("specsplit.v1.Verifier", settings)
+
+    def new_publisher(description: VerifierDescription) -> Publisher:
+        assert settings.redis_url is not None
+        return Publisher(
+            settings.redis_url,
+            namespace=description.registry_namespace,
+            address=settings.advertise or server.addresses["grpc"],
+            incarnation=description.incarnation,
+            ttl_seconds=settings.registry_ttl_seconds,
+        )
 
     service = VerifierService(
         lambda: load(settings),
         max_steps_in_flight=settings.max_steps_in_flight,
         on_failure=lambda: signal.raise_signal(signal.SIGTERM),
+        new_publisher=new_publisher if settings.redis_url is not None else None,
     )
-    server = GrpcService("specsplit.v1.Verifier", settings)
     verifier_pb2_grpc.add_VerifierServicer_to_server(service, server.server)
     await server.run(start=service.start, drain=service.drain, close=service.close)
     if service.failure is not None:

@@ -23,6 +23,7 @@ from specsplit.core.types import Step, StepDone, VerifierDescription, VerifierEv
 from specsplit.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from specsplit.verifier.device import Device, Failed, Loaded, Outcome, StreamEnded, TurnDone
 from specsplit.verifier.mailbox import EndOfCommands
+from specsplit.verifier.publisher import Publisher
 from specsplit.verifier.sequence import Owner
 
 log = logging.getLogger(__name__)
@@ -37,14 +38,24 @@ class _Stream:
 
 
 class VerifierService(verifier_pb2_grpc.VerifierServicer):
-    """`load` runs on the device thread; `on_failure` is called when that thread ends after it was ready."""
+    """`load` runs on the device thread; `on_failure` is called when that thread ends after it was ready.
+
+    `new_publisher`, if there is one, makes the publisher of what the loaded verifier caches.
+    """
 
     def __init__(
-        self, load: Callable[[], Loaded], *, max_steps_in_flight: int, on_failure: Callable[[], None]
+        self,
+        load: Callable[[], Loaded],
+        *,
+        max_steps_in_flight: int,
+        on_failure: Callable[[], None],
+        new_publisher: Callable[[VerifierDescription], Publisher] | None = None,
     ) -> None:
         self.failure: Exception | None = None
         self._max_steps_in_flight = max_steps_in_flight
         self._on_failure = on_failure
+        self._new_publisher = new_publisher
+        self._publisher: Publisher | None = None
         self._streams: dict[Owner, _Stream] = {}
         self._owners = itertools.count(1)
         self._counters: dict[str, int] = {}
@@ -60,14 +71,21 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
     async def start(self) -> None:
         """Returns when the model is loaded; raises what the loader raised."""
         self._device.start()
-        await asyncio.shield(self._description)
+        description = await asyncio.shield(self._description)
+        if self._new_publisher is not None:
+            self._publisher = self._new_publisher(description)
+            self._publisher.start()
 
     async def drain(self) -> None:
         """Opens nothing new and returns when no request is open."""
         self._device.drain()
+        if self._publisher is not None:
+            self._publisher.drain()
         await self._is_drained.wait()
 
     async def close(self) -> None:
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.stop, timeout=_STOP_SECONDS)
         await asyncio.to_thread(self._device.stop, timeout=_STOP_SECONDS)
 
     # --- the device's answers -----------------------------------------------------------------------------
@@ -78,6 +96,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
                 self._description.set_result(outcome.description)
             case TurnDone():
                 self._counters = outcome.counters
+                if self._publisher is not None and outcome.block_changes:
+                    self._publisher.put(outcome.block_changes)
                 for owner, event in outcome.events:
                     if stream := self._streams.get(owner):  # else the client left meanwhile
                         stream.num_steps_in_flight -= isinstance(event, StepDone)
@@ -111,7 +131,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
         self, request: common_pb2.StatsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common_pb2.StatsReply:
         open_fds = len(os.listdir("/proc/self/fd"))
-        return common.stats_to_pb({**self._counters, "open_fds": open_fds})
+        published = self._publisher.counters() if self._publisher is not None else {}
+        return common.stats_to_pb({**self._counters, **published, "open_fds": open_fds})
 
     async def Run(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from specsplit.core.registry.url import RedisUrl
 from specsplit.core.serving import ListenSettings
 
 
@@ -15,6 +16,14 @@ class VerifierSettings(ListenSettings):
 
     port: int = Field(default=50053, ge=0, le=65535)
     """Port of the gRPC API; 0 takes a free one."""
+    metrics_port: int = Field(default=9053, ge=0, le=65535)
+    """Port of /metrics over HTTP; 0 takes a free one."""
+    redis_url: RedisUrl | None = None
+    """The registry to publish KV blocks to, such as redis://127.0.0.1:6379 or unix:///path/to/socket."""
+    advertise: str | None = None
+    """Address under which the registry names this replica; by default the one it listens on."""
+    registry_ttl_seconds: float = Field(default=15.0, ge=1, allow_inf_nan=False)
+    """Time after which a replica that sends no heartbeat vanishes from the registry."""
     model: str = "smollm2-135m-instruct"
     """Hub name, local folder, GGUF file, or the bundled default."""
     revision: str | None = None
@@ -25,6 +34,8 @@ class VerifierSettings(ListenSettings):
     """cpu, cuda, or auto: CUDA where there is one."""
     num_blocks: int | None = Field(default=None, ge=1)
     """KV blocks of 16 tokens; by default 20 % of the free memory, on CUDA 85 % of what the model leaves."""
+    verifiers_here: int = Field(default=1, ge=1)
+    """Verifiers on this machine, this one included: by default each takes that part of the memory for blocks."""
     max_sequence_tokens: int | None = Field(default=None, ge=2)
     """Longest sequence, prompt and output together; by default what the model and the blocks allow."""
     max_step_tokens: int = Field(default=2048, ge=1)

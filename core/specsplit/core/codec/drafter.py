@@ -62,12 +62,17 @@ def command_to_pb(command: DraftCommand) -> drafter_pb2.DraftCommand:
 
 
 def batch_done_from_pb(pb: drafter_pb2.DraftBatchDone) -> DraftBatchDone:
-    return DraftBatchDone(pb.batch_id, tuple(_row_done_from_pb(row) for row in pb.rows), pb.draft_us)
+    return DraftBatchDone(
+        pb.batch_id, tuple(_row_done_from_pb(row) for row in pb.rows), pb.draft_us, pb.traceparent
+    )
 
 
 def batch_done_to_pb(done: DraftBatchDone) -> drafter_pb2.DraftBatchDone:
     return drafter_pb2.DraftBatchDone(
-        batch_id=done.batch_id, rows=[_row_done_to_pb(row) for row in done.rows], draft_us=done.draft_us
+        batch_id=done.batch_id,
+        rows=[_row_done_to_pb(row) for row in done.rows],
+        draft_us=done.draft_us,
+        traceparent=done.traceparent,
     )
 
 
@@ -85,6 +90,7 @@ def _row_from_pb(pb: drafter_pb2.DraftRow) -> DraftRow:
         max_draft=pb.max_draft,
         prompt_len=pb.prompt_len,
         sampling=common.sampling_from_pb(pb.sampling) if pb.HasField("sampling") else None,
+        traceparent=pb.traceparent,
     )
 
 
@@ -98,6 +104,7 @@ def _row_to_pb(row: DraftRow) -> drafter_pb2.DraftRow:
         max_draft=row.max_draft,
         prompt_len=row.prompt_len,
         sampling=common.sampling_to_pb(row.sampling) if row.sampling else None,
+        traceparent=row.traceparent,
     )
 
 

@@ -14,6 +14,7 @@ from specsplit.core.types import (
     GenerateEvent,
     GenerateRequest,
     ModelCard,
+    NoDraftReason,
     Speculation,
     Started,
     Usage,
@@ -130,6 +131,7 @@ def event_to_pb(event: GenerateEvent) -> gateway_pb2.GenerateEvent:
                         drafted=event.usage.drafted,
                         accepted=event.usage.accepted,
                         accepted_by_position=event.usage.accepted_by_position,
+                        no_draft_reason=gateway_pb2.NoDraftReason.ValueType(event.usage.no_draft_reason or 0),
                     ),
                 )
             )
@@ -162,6 +164,11 @@ def event_from_pb(pb: gateway_pb2.GenerateEvent) -> GenerateEvent:
                     drafted=usage.drafted,
                     accepted=usage.accepted,
                     accepted_by_position=tuple(usage.accepted_by_position),
+                    no_draft_reason=common.enum_member(
+                        NoDraftReason, usage.no_draft_reason, field="no_draft_reason"
+                    )
+                    if usage.no_draft_reason
+                    else None,
                 ),
             )
         case _:

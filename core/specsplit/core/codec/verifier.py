@@ -124,6 +124,7 @@ def event_from_pb(pb: verifier_pb2.VerifierEvent) -> VerifierEvent:
                 batch_tokens=done.batch_tokens,
                 batch_rows=done.batch_rows,
                 free_blocks=done.free_blocks,
+                traceparent=done.traceparent,
             )
         case "preempted":
             return Preempted(
@@ -166,6 +167,7 @@ def event_to_pb(event: VerifierEvent) -> verifier_pb2.VerifierEvent:
                     batch_tokens=event.batch_tokens,
                     batch_rows=event.batch_rows,
                     free_blocks=event.free_blocks,
+                    traceparent=event.traceparent,
                 )
             )
         case Preempted():

@@ -5,13 +5,13 @@ Every check happens here, before any work, and each refusal names the field.
 
 from __future__ import annotations
 
-import re
 import secrets
 from dataclasses import replace
 from typing import cast
 
 from specsplit.core.codec.common import check_sampling
 from specsplit.core.errors import InvalidRequest, ModelNotFound, PromptTooLong, UnsupportedParameter
+from specsplit.core.trace_context import start_span
 from specsplit.core.types import (
     MAX_DRAFT,
     ChatMessage,
@@ -33,7 +33,6 @@ MAX_CACHE_SALT_BYTES = 256
 DRAFTERS = ("ngram",)
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _UNSUPPORTED_ROLES = ("tool", "function")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def admit(
@@ -46,8 +45,11 @@ def admit(
     arrival_us: int,
     default_max_tokens: int | None = None,
     traceparent: str = "",
+    trace_ratio: float,
 ) -> AdmittedRequest:
     """Checks and tokenises. `arrival_us` is now; no `default_max_tokens` means what the context leaves.
+
+    `traceparent` is the caller's header as it came; a broken one costs only the connection to its trace.
 
     A `max_tokens` beyond the context is accepted: such a request ends with `length` where the context ends.
     """
@@ -85,7 +87,7 @@ def admit(
         stop=request.stop,
         k=k,
         cache_salt=cache_salt,
-        traceparent=traceparent,
+        trace=start_span(traceparent, ratio=trace_ratio),
     )
 
 
@@ -177,8 +179,3 @@ def check_messages(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]
                 field=f"messages.{index}.role",
             )
     return tuple(ChatMessage(_ROLES[message.role], message.content) for message in messages)
-
-
-def checked_traceparent(value: str) -> str:
-    """The caller's W3C trace context, empty when it is none: a broken one costs only the trace."""
-    return value if _TRACEPARENT.fullmatch(value) else ""

@@ -16,7 +16,7 @@ from specsplit.core.codec.common import stats_to_pb
 from specsplit.core.codec.gateway import event_to_pb, generate_request_from_pb, models_to_pb
 from specsplit.core.errors import SpecsplitError
 from specsplit.core.serving import abort
-from specsplit.gateway.api.admission import admit, check_ids, checked_traceparent
+from specsplit.gateway.api.admission import admit, check_ids
 from specsplit.gateway.request import AdmittedRequest, Generator
 from specsplit.gateway.settings import GatewaySettings
 from specsplit.gateway.text.tokenizer import Tokenizer
@@ -52,7 +52,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             model=self._generator.model(),
             default_k=self._settings.speculation_k,
             arrival_us=time.time_ns() // 1000,
-            traceparent=checked_traceparent(_metadata(context, "traceparent")),
+            traceparent=_metadata(context, "traceparent"),
+            trace_ratio=self._settings.trace_ratio,
         )
 
     async def Tokenize(

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from specsplit.core.errors import InvalidRequest, ModelNotFound, SpecsplitError, Unavailable
 from specsplit.core.types import ModelCard
 from specsplit.gateway.api import http_errors
-from specsplit.gateway.api.admission import admit, check_ids, check_messages, checked_traceparent
+from specsplit.gateway.api.admission import admit, check_ids, check_messages
 from specsplit.gateway.api.http_body import parse_object, read_body
 from specsplit.gateway.api.openai_fields import Json
 from specsplit.gateway.api.openai_render import ChatShape, CompletionShape, token_text
@@ -105,7 +105,7 @@ class _OpenAIHttp:
         raw = await read_body(request, max_bytes=self._settings.max_body_bytes)
         model, limits = self._generator.model(), self._generator.limits()
         arrival_us = time.time_ns() // 1000
-        traceparent = checked_traceparent(request.headers.get("traceparent", ""))
+        traceparent = request.headers.get("traceparent", "")
 
         def check() -> tuple[BodyT, list[AdmittedRequest]]:
             body = parse_body(parse_object(raw))
@@ -126,6 +126,7 @@ class _OpenAIHttp:
                     arrival_us=arrival_us,
                     default_max_tokens=default_max_tokens,
                     traceparent=traceparent,
+                    trace_ratio=self._settings.trace_ratio,
                 )
                 for one in requests
             ]

@@ -202,6 +202,13 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
     )
 
 
+def _no_draft_reason(usages: Sequence[Usage]) -> str | None:
+    """Why nothing was drafted in any of the generations; the first one's reason stands for all."""
+    if any(usage.drafted for usage in usages):
+        return None
+    return next((u.no_draft_reason.name.lower() for u in usages if u.no_draft_reason is not None), None)
+
+
 def usage_json(usages: Sequence[Usage]) -> Json:
     """The sum. Accepted and rejected prediction tokens are of OpenAI's `prediction`, not of drafts."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
@@ -218,5 +225,6 @@ def usage_json(usages: Sequence[Usage]) -> Json:
             "drafted": sum(usage.drafted for usage in usages),
             "accepted": sum(usage.accepted for usage in usages),
             "accepted_by_position": [sum(position) for position in by_position],
+            "no_draft_reason": _no_draft_reason(usages),
         },
     }

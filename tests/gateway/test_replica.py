@@ -4,245 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
+from gateway_bench import (
+    VOCAB,
+    admitted,
+    bench,
+    continuation,
+)
 
-from specsplit.core.codec import drafter as drafter_codec
-from specsplit.core.codec import verifier as verifier_codec
 from specsplit.core.errors import Overloaded, ProtocolError, SpecsplitError, Unavailable
 from specsplit.core.types import (
-    Capacity,
-    CloseRequest,
     Delta,
     DraftBatch,
     DraftBatchDone,
-    DrafterDescription,
     DraftRowDone,
     DraftStatus,
-    Finished,
-    FinishReason,
     Opened,
-    OpenRequest,
-    Order,
     Preempted,
-    RowDone,
-    SamplingParams,
     Status,
-    Step,
     StepDone,
-    StepRow,
-    VerifierDescription,
     VerifierEvent,
-    new_incarnation,
-    new_request_id,
 )
-from specsplit.gateway.loop import GatewayLoop
-from specsplit.gateway.request import AdmittedRequest
-from specsplit.gateway.settings import GatewaySettings
-from specsplit.gateway.text.tokenizer import Tokenizer
-from specsplit.v1 import drafter_pb2_grpc, verifier_pb2_grpc
-
-VOCAB = 200
-
-
-def target(token_id: int) -> int:
-    """The scripted target: each token decides the next."""
-    return (token_id * 7 + 3) % VOCAB
-
-
-def continuation(last: int, num: int) -> list[int]:
-    out = []
-    for _ in range(num):
-        last = target(last)
-        out.append(last)
-    return out
-
-
-class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
-    """Verifies exactly against `target`; `twist` may replace or drop each event."""
-
-    def __init__(self) -> None:
-        self.description = VerifierDescription(
-            model="scripted",
-            revision="",
-            dtype="float32",
-            numerics="scripted",
-            tokenizer_digest="",
-            vocab_size=VOCAB,
-            max_sequence_tokens=200,
-            block_size=16,
-            num_blocks=64,
-            max_step_tokens=128,
-            max_step_rows=16,
-            incarnation=new_incarnation(),
-            registry_namespace=b"n" * 8,
-            eos_token_ids=(),
-        )
-        self.twist: Callable[[VerifierEvent], VerifierEvent | None] = lambda event: event
-        self.is_hung = False  # streams are taken, but nothing is said on them
-        self.sequences: dict[bytes, tuple[OpenRequest, list[int]]] = {}
-        self.opens: list[OpenRequest] = []
-        self.steps: list[Step] = []
-
-    async def Describe(self, request: Any, context: Any) -> Any:
-        return verifier_codec.description_to_pb(self.description)
-
-    async def Run(self, commands: Any, context: Any) -> AsyncIterator[Any]:
-        if self.is_hung:
-            await asyncio.Event().wait()
-        yield verifier_codec.event_to_pb(Capacity(2, 64))
-        async for message in commands:
-            command = verifier_codec.command_from_pb(message)
-            event: VerifierEvent | None = None
-            match command:
-                case OpenRequest():
-                    self.opens.append(command)
-                    ids = [*command.prompt_ids, *command.output_ids]
-                    self.sequences[command.request_id] = (command, ids)
-                    event = Opened(command.request_id, command.generation, Status.OK, 64)
-                case CloseRequest():
-                    self.sequences.pop(command.request_id, None)
-                case Step():
-                    self.steps.append(command)
-                    rows = tuple(self._verify(row) for row in command.rows)
-                    event = StepDone(command.step_id, rows, 1, 1, 1, 1, 1, len(rows), 64)
-            if event is not None:
-                event = self.twist(event)
-            if event is not None:
-                yield verifier_codec.event_to_pb(event)
-
-    def _verify(self, row: StepRow) -> RowDone:
-        opened, ids = self.sequences[row.request_id]
-        assert (row.generation, row.base_len) == (opened.generation, len(ids))
-        if not row.is_sampling:
-            return RowDone(
-                row.request_id, row.generation, row.base_len, Status.OK, row.num_computed + row.num_tokens
-            )
-        committed: list[int] = []
-        for draft in [*row.draft_ids, None]:
-            committed.append(target((ids + committed)[-1]))
-            if draft != committed[-1]:
-                break
-        left = opened.sampling.max_tokens - (len(ids) - len(opened.prompt_ids))
-        committed = committed[:left]
-        ids.extend(committed)
-        return RowDone(
-            request_id=row.request_id,
-            generation=row.generation,
-            base_len=row.base_len,
-            status=Status.OK,
-            num_computed=len(ids) - 1,
-            committed_ids=tuple(committed),
-            num_accepted=min(len(committed), sum(map(int.__eq__, committed, row.draft_ids))),
-            finish_reason=FinishReason.LENGTH if len(committed) == left else None,
-        )
-
-
-class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
-    """Proposes the target's own continuation; `twist` may change or withhold each answer."""
-
-    def __init__(self) -> None:
-        self.twist: Callable[[DraftBatch, DraftBatchDone], DraftBatchDone | None] = lambda _, done: done
-        self.batches: list[DraftBatch] = []
-        self.last: dict[bytes, int] = {}
-
-    async def Describe(self, request: Any, context: Any) -> Any:
-        return drafter_codec.description_to_pb(DrafterDescription("scripted", 8, "", new_incarnation()))
-
-    async def Run(self, commands: Any, context: Any) -> AsyncIterator[Any]:
-        async for message in commands:
-            command = drafter_codec.command_from_pb(message)
-            if not isinstance(command, DraftBatch):
-                continue
-            self.batches.append(command)
-            rows = tuple(
-                DraftRowDone(
-                    row.request_id,
-                    row.generation,
-                    row.base_len,
-                    DraftStatus.OK,
-                    tuple(continuation(row.new_ids[-1], row.max_draft)),
-                )
-                for row in command.rows
-            )
-            done = self.twist(command, DraftBatchDone(command.batch_id, rows, 1))
-            if done is not None:
-                yield drafter_codec.batch_done_to_pb(done)
-
-
-@dataclasses.dataclass
-class Bench:
-    loop: GatewayLoop
-    verifier: ScriptedVerifier
-    drafter: ScriptedDrafter
-
-    async def text(self, prompt: list[int], *, max_tokens: int = 20, k: int = 4) -> list[int]:
-        ids: list[int] = []
-        async for event in self.loop.generate(admitted(prompt, max_tokens=max_tokens, k=k)):
-            if isinstance(event, Delta):
-                ids += event.ids
-            elif isinstance(event, Finished):
-                assert event.usage.completion_tokens == len(ids)
-        return ids
-
-    @property
-    def counters(self) -> dict[str, int]:
-        return dict(self.loop.counters())
-
-
-def admitted(prompt: list[int], *, max_tokens: int = 20, k: int = 4, arrival: int = 0) -> AdmittedRequest:
-    id_ = new_request_id()
-    return AdmittedRequest(
-        request_id=id_,
-        order=Order(0, arrival, id_),
-        prompt_ids=prompt,
-        sampling=SamplingParams(max_tokens=max_tokens, seed=1),
-        stop=(),
-        k=k,
-    )
-
-
-@asynccontextmanager
-async def bench(tiny_model_dir: Path, **settings: Any) -> AsyncIterator[Bench]:
-    verifier, drafter = ScriptedVerifier(), ScriptedDrafter()
-    servers, addresses = [], []
-    for add, servicer in (
-        (verifier_pb2_grpc.add_VerifierServicer_to_server, verifier),
-        (drafter_pb2_grpc.add_DrafterServicer_to_server, drafter),
-    ):
-        server = grpc.aio.server()
-        add(servicer, server)  # type: ignore[operator]
-        addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-        await server.start()
-        servers.append(server)
-    loop = GatewayLoop(
-        GatewaySettings(
-            verifier=addresses[0],
-            drafter=addresses[1],
-            tokenizer=tiny_model_dir,
-            draft_timeout_ms=settings.pop("draft_timeout_ms", 2000),
-            **settings,
-        ),
-        Tokenizer.load(tiny_model_dir),
-    )
-    running = asyncio.ensure_future(loop.run())
-    try:
-        async with asyncio.timeout(20):
-            while not (loop.is_ready and loop.counters()["drafter_up"]):
-                assert not running.done(), running.exception()
-                await asyncio.sleep(0.01)
-        yield Bench(loop, verifier, drafter)
-        assert not running.done(), running.exception()
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        for server in servers:
-            await server.stop(None)
 
 
 async def test_drafts_are_used_and_text_is_the_targets(tiny_model_dir: Path) -> None:
@@ -403,7 +188,7 @@ async def test_a_preempted_event_of_an_old_generation_is_ignored(tiny_model_dir:
 
         def stale(event: VerifierEvent) -> VerifierEvent | None:
             if isinstance(event, StepDone) and event.step_id == 2:
-                b.loop._target._on_event(Preempted(event.rows[0].request_id, 7, 64))
+                b.target._on_event(Preempted(event.rows[0].request_id, 7, 64))
             return event
 
         b.verifier.twist = stale

@@ -1,0 +1,132 @@
+"""Asks the registry which replica holds a prefix, and gives up quickly. Knows no routing.
+
+A registry that is dead, slow or broken costs a request one short time-out, then nothing: after a few failures
+in a row nobody asks for a while, but for one who tries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from specsplit.core.registry.scripts import LOOKUP, members_key, namespace_prefix, parse_lookup
+
+MAX_FAILURES = 3  # in a row, before the circuit opens
+MIN_OPEN_SECONDS = 1.0
+MAX_OPEN_SECONDS = 10.0
+_MAX_CONNECTIONS = 16  # lookups at once; more are not waited for
+
+_Connection = redis.asyncio.connection.AbstractConnection
+
+
+class RegistryReader:
+    """`counters` are added to: registry_lookups, _timeouts, _errors, _skipped, and microseconds in all."""
+
+    def __init__(self, url: str, *, timeout_seconds: float, counters: Counter[str]) -> None:
+        """Connects when first asked."""
+        self._timeout_seconds = timeout_seconds
+        self._counters = counters
+        for name in ("lookups", "lookup_timeouts", "lookup_errors", "lookup_skipped", "lookup_us"):
+            counters[f"registry_{name}"] = 0
+        self._pool = redis.asyncio.ConnectionPool.from_url(
+            url,
+            max_connections=_MAX_CONNECTIONS,
+            socket_connect_timeout=timeout_seconds,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._breaker = _Breaker()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody asks at the moment, because nobody was answered."""
+        return not self._breaker.may_ask(time.monotonic())
+
+    async def lookup(self, namespace: bytes, hashes: Sequence[bytes]) -> dict[bytes, int] | None:
+        """How many of the leading blocks `hashes` each incarnation holds; None without an answer in time."""
+        now = time.monotonic()
+        if not self._breaker.may_ask(now):
+            self._counters["registry_lookup_skipped"] += 1
+            return None
+        self._breaker.asks(now)
+        start = time.perf_counter_ns()
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                answer = await self._ask(namespace, b"".join(hashes))
+            found = {replica.incarnation: replica.num_leading for replica in parse_lookup(answer)}
+        except (TimeoutError, redis.exceptions.TimeoutError):
+            self._failed("registry_lookup_timeouts")
+            return None
+        except (redis.RedisError, OSError, ValueError):
+            self._failed("registry_lookup_errors")
+            return None
+        finally:
+            self._counters["registry_lookup_us"] += (time.perf_counter_ns() - start) // 1000
+        self._counters["registry_lookups"] += 1
+        self._breaker.answered()
+        return found
+
+    async def close(self) -> None:
+        await self._pool.disconnect()
+
+    async def _ask(self, namespace: bytes, blob: bytes) -> Any:
+        """On a connection of its own, which is closed unless the whole answer was read: no late one stays."""
+        connection: _Connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+        is_done = False
+        try:
+            arguments = (1, members_key(namespace), namespace_prefix(namespace), blob)
+            try:
+                answer = await _command(connection, "EVALSHA", LOOKUP.sha, *arguments)
+            except redis.exceptions.NoScriptError:
+                answer = await _command(connection, "EVAL", LOOKUP.source, *arguments)
+            is_done = True
+            return answer
+        finally:
+            if not is_done:
+                await connection.disconnect(nowait=True)
+            await self._pool.release(connection)
+
+    def _failed(self, counter: str) -> None:
+        self._counters[counter] += 1
+        self._breaker.failed(time.monotonic())
+
+
+class _Breaker:
+    """Closed until MAX_FAILURES in a row; then open for a time that doubles, with one try in between."""
+
+    def __init__(self) -> None:
+        self._num_failures = 0
+        self._open_seconds = MIN_OPEN_SECONDS
+        self._open_until = 0.0
+
+    def may_ask(self, now: float) -> bool:
+        return self._num_failures < MAX_FAILURES or now >= self._open_until
+
+    def asks(self, now: float) -> None:
+        """While open, the one who asks keeps the others waiting."""
+        if self._num_failures >= MAX_FAILURES:
+            self._open_until = now + self._open_seconds
+
+    def answered(self) -> None:
+        self._num_failures = 0
+        self._open_seconds = MIN_OPEN_SECONDS
+
+    def failed(self, now: float) -> None:
+        self._num_failures += 1
+        if self._num_failures < MAX_FAILURES:
+            return
+        if self._num_failures > MAX_FAILURES:
+            self._open_seconds = min(2 * self._open_seconds, MAX_OPEN_SECONDS)
+        self._open_until = now + self._open_seconds
+
+
+async def _command(connection: _Connection, *arguments: Any) -> Any:
+    await connection.send_command(*arguments)
+    return await connection.read_response()

@@ -1,0 +1,243 @@
+"""The publisher between a real block pool and real servers that fail: in the end the registry is right."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from redis_server import RedisServer, free_port, programs, slow_proxy
+
+from specsplit.core.registry.overview import read_replicas
+from specsplit.core.registry.scripts import RegisteredReplica, ReplicaKeys
+from specsplit.engine.block_pool import BlockPool
+from specsplit.verifier.publisher import MAX_PENDING, Publisher
+
+NAMESPACE = b"12345678"
+INCARNATION = b"i" * 16
+KEYS = ReplicaKeys.of(NAMESPACE, "v:1", INCARNATION)
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    server = RedisServer(programs()["valkey"])
+    yield server
+    server.close()
+
+
+def start(url: str, *, incarnation: bytes = INCARNATION, ttl_seconds: float = 1.0) -> Publisher:
+    publisher = Publisher(
+        url, namespace=NAMESPACE, address="v:1", incarnation=incarnation, ttl_seconds=ttl_seconds
+    )
+    publisher.start()
+    return publisher
+
+
+def hashes(num: int, *, start: int = 0) -> dict[bytes, bool]:
+    return {(start + n).to_bytes(16, "big"): True for n in range(num)}
+
+
+def wait(is_so: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def published(server: RedisServer) -> set[bytes] | None:
+    """What readers see; None while the server or the replica is away."""
+    try:
+        with server.client() as client:
+            held: Any = client.hgetall(KEYS.replica)
+            members: Any = client.smembers(KEYS.blocks)
+    except redis.RedisError:
+        return None
+    if not held or held[b"incarnation"].decode() != INCARNATION.hex() or int(held[b"blocks"]) != len(members):
+        return None
+    return set(members)
+
+
+def replicas(server: RedisServer) -> list[RegisteredReplica]:
+    with server.client() as client:
+        return read_replicas(client).get(NAMESPACE, [])
+
+
+def test_what_is_cached_is_published_and_leaves_with_the_replica(server: RedisServer) -> None:
+    publisher = start(server.url)
+    publisher.put(hashes(10))
+    publisher.put(dict.fromkeys(list(hashes(10))[6:], False))
+    wait(lambda: published(server) == set(hashes(6)), "published")
+    publisher.drain()
+    wait(lambda: [r.state for r in replicas(server)] == ["draining"], "draining")
+    assert publisher.counters()["registry_published_blocks"] == 6
+    publisher.stop(timeout=10)
+    with server.client() as client:
+        assert client.dbsize() == 0
+
+
+def flush(server: RedisServer) -> None:
+    with server.client() as client:
+        client.flushall()
+
+
+def restart(server: RedisServer) -> None:
+    server.stop()
+    server.start()
+
+
+def lose_replica(server: RedisServer) -> None:
+    with server.client() as client:
+        client.unlink(KEYS.replica)
+
+
+def lose_set(server: RedisServer) -> None:
+    with server.client() as client:
+        client.unlink(KEYS.blocks)
+
+
+def lose_a_block(server: RedisServer) -> None:
+    with server.client() as client:
+        client.spop(KEYS.blocks)
+
+
+def go_back(server: RedisServer) -> None:
+    with server.client() as client:
+        client.hincrby(KEYS.replica, "seq", -1)
+
+
+def freeze_for_long(server: RedisServer) -> None:
+    """Longer than the publisher waits: it cannot know what was done."""
+    server.freeze()
+    time.sleep(1.5)
+    server.thaw()
+
+
+DISTURBANCES = [flush, restart, lose_replica, lose_set, lose_a_block, go_back, freeze_for_long]
+
+
+@pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda disturb: disturb.__name__)
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_registry_refills_by_itself(
+    server: RedisServer, disturb: Callable[[RedisServer], None], is_busy: bool
+) -> None:
+    publisher = start(server.url)
+    publisher.put(hashes(100))
+    wait(lambda: published(server) == set(hashes(100)), "published")
+    disturb(server)
+    if is_busy:
+        publisher.put(hashes(1, start=100))
+    expected = set(hashes(101 if is_busy else 100))
+    wait(lambda: published(server) == expected, f"right again: {publisher.counters()}")
+    publisher.put(hashes(1, start=200))
+    wait(lambda: published(server) == expected | set(hashes(1, start=200)), "goes on")
+    publisher.stop(timeout=10)
+
+
+def test_a_server_that_is_away_at_first_is_found_later() -> None:
+    server = RedisServer(programs()["valkey"])
+    server.stop()
+    publisher = start(server.url)
+    publisher.put(hashes(10))
+    wait(lambda: publisher.counters()["registry_errors"] >= 2, "errors")
+    assert publisher.counters()["registry_connected"] == 0
+    server.start()
+    wait(lambda: published(server) == set(hashes(10)), "published")
+    assert publisher.counters()["registry_connected"] == 1
+    publisher.stop(timeout=10)
+    server.close()
+
+
+def test_more_changes_than_are_kept_become_a_snapshot(server: RedisServer) -> None:
+    publisher = start(server.url)
+    wait(lambda: published(server) == set(), "registered")
+    server.freeze()
+    for n in range(0, 2 * MAX_PENDING, 1000):
+        publisher.put(hashes(1000, start=n))
+    server.thaw()
+    wait(lambda: published(server) == set(hashes(2 * MAX_PENDING)), "all of them")
+    assert publisher.counters()["registry_pending"] == 0
+    publisher.stop(timeout=10)
+
+
+def test_of_two_processes_with_one_address_the_newer_is_heard(server: RedisServer) -> None:
+    old = start(server.url, incarnation=b"o" * 16)
+    old.put(hashes(5))
+    wait(lambda: [r.num_blocks for r in replicas(server)] == [5], "the old one")
+    new = start(server.url)
+    new.put(hashes(3))
+    wait(lambda: published(server) == set(hashes(3)), "the new one")
+    old.put(hashes(1, start=100))
+    wait(lambda: old.counters()["registry_superseded"] == 1, "the old one knows")
+    wait(lambda: published(server) == set(hashes(3)), "still the new one")
+    new.stop(timeout=10)
+    wait(lambda: [r.num_blocks for r in replicas(server)] == [6], "the name is free again")
+    old.stop(timeout=10)
+    with server.client() as client:
+        assert client.dbsize() == 0
+
+
+def test_a_process_that_died_is_forgotten(server: RedisServer) -> None:
+    publisher = start(server.url, ttl_seconds=1.0)
+    publisher.put(hashes(5))
+    wait(lambda: published(server) == set(hashes(5)), "published")
+    publisher._is_leaving = False
+    publisher._stop.set()  # as if killed: it does not leave
+    publisher._inbox.put(None)
+    with server.client() as client:
+        wait(lambda: client.dbsize() == 0, "expired")
+
+
+async def test_a_slow_or_silent_server_delays_nobody(server: RedisServer) -> None:
+    async with slow_proxy(server.url, delay_seconds=0.2) as url:
+        publisher = start(url, ttl_seconds=15)
+        longest = 0.0
+        for n in range(300):
+            began = time.perf_counter()
+            publisher.put(hashes(10, start=10 * n))
+            publisher.counters()
+            longest = max(longest, time.perf_counter() - began)
+            await asyncio.sleep(0.002)
+        assert longest < 0.2  # not even one answer is waited for
+        await asyncio.to_thread(wait, lambda: published(server) == set(hashes(3000)), "all of them")
+        await asyncio.to_thread(publisher.stop, timeout=10)
+    silent = await asyncio.start_server(lambda r, w: None, "127.0.0.1", free_port())
+    publisher = start(f"redis://127.0.0.1:{silent.sockets[0].getsockname()[1]}")
+    publisher.put(hashes(10))
+    await asyncio.to_thread(wait, lambda: publisher.counters()["registry_errors"] >= 1, "gives up")
+    await asyncio.to_thread(publisher.stop, timeout=10)
+    silent.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_the_pool_and_the_server_do_the_registry_ends_right(server: RedisServer, seed: int) -> None:
+    rng = random.Random(seed)
+    pool = BlockPool(40, is_tracked=True)
+    publisher = start(server.url)
+    held: list[list[int]] = []
+    for turn in range(400):
+        if held and (rng.random() < 0.5 or pool.num_free < 8):
+            pool.release(held.pop(rng.randrange(len(held))))
+        else:
+            prefix = rng.randrange(6)
+            chain = [bytes([prefix]) * 4 + n.to_bytes(12, "big") for n in range(rng.randrange(1, 8))]
+            table = pool.match_prefix(chain)
+            for hash_ in chain[len(table) :]:
+                table.append(pool.cache(pool.allocate(), hash_))
+            if rng.random() < 0.05:
+                pool.uncache(table[-1:])
+            held.append(table)
+        if changes := pool.take_changes():
+            publisher.put(changes)
+        if turn % 60 == 59:
+            rng.choice([flush, restart, lose_replica, lose_set, lose_a_block, go_back])(server)
+        if rng.random() < 0.1:
+            time.sleep(0.02)
+    wait(lambda: published(server) == set(pool.cached_hashes), "the same in the end")
+    publisher.stop(timeout=10)
+    assert server._process is not None
+    server.stop(signal.SIGTERM)
