@@ -75,10 +75,12 @@ def joined(client: redis.Redis, name: str = "a:1", incarnation: bytes = b"1" * 1
 
 
 def leading(client: redis.Redis, hashes: list[bytes]) -> dict[str, int]:
+    """What a lookup says, by the replicas' names."""
+    names = {replica.incarnation: replica.name for replica in read_replicas(client).get(NAMESPACE, [])}
     answer: Any = client.eval(
         LOOKUP.source, 1, members_key(NAMESPACE), namespace_prefix(NAMESPACE), b"".join(hashes)
     )
-    return {replica.name: replica.num_leading for replica in parse_lookup(answer)}
+    return {names[incarnation]: num_leading for incarnation, num_leading in parse_lookup(answer).items()}
 
 
 @dataclass(frozen=True)

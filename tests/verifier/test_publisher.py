@@ -13,8 +13,8 @@ import pytest
 import redis
 from redis_server import RedisServer, free_port, programs, slow_proxy
 
-from specsplit.core.registry.overview import read_replicas
-from specsplit.core.registry.scripts import RegisteredReplica, ReplicaKeys
+from specsplit.core.registry.overview import RegisteredReplica, read_replicas
+from specsplit.core.registry.scripts import ReplicaKeys
 from specsplit.engine.block_pool import BlockPool
 from specsplit.verifier.publisher import MAX_PENDING, Publisher
 

@@ -21,7 +21,7 @@ from specsplit.core.registry.writer import RegistryWriter, connect
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 1.0
-BATCH_SECONDS = 0.05  # changes are collected this long, to be published together
+BATCH_SECONDS = 0.1  # changes are collected this long, to be published together
 MAX_PENDING = 20_000  # changes beyond this are published as a snapshot
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 5.0

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
+from prometheus_client import CollectorRegistry
 
 from specsplit.core.codec import common, verifier
 from specsplit.core.errors import InvalidRequest, Overloaded, SpecsplitError, Unavailable
@@ -23,6 +24,7 @@ from specsplit.core.types import Step, StepDone, VerifierDescription, VerifierEv
 from specsplit.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from specsplit.verifier.device import Device, Failed, Loaded, Outcome, StreamEnded, TurnDone
 from specsplit.verifier.mailbox import EndOfCommands
+from specsplit.verifier.metrics import Asked, Metrics
 from specsplit.verifier.publisher import Publisher
 from specsplit.verifier.sequence import Owner
 
@@ -35,6 +37,7 @@ _STOP_SECONDS = 5.0
 class _Stream:
     events: asyncio.Queue[VerifierEvent | StreamEnded | SpecsplitError] = field(default_factory=asyncio.Queue)
     num_steps_in_flight: int = 0
+    asked: Asked = field(default_factory=Asked)
 
 
 class VerifierService(verifier_pb2_grpc.VerifierServicer):
@@ -50,11 +53,13 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
         max_steps_in_flight: int,
         on_failure: Callable[[], None],
         new_publisher: Callable[[VerifierDescription], Publisher] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self.failure: Exception | None = None
         self._max_steps_in_flight = max_steps_in_flight
         self._on_failure = on_failure
         self._new_publisher = new_publisher
+        self._metrics = metrics or Metrics(CollectorRegistry())
         self._publisher: Publisher | None = None
         self._streams: dict[Owner, _Stream] = {}
         self._owners = itertools.count(1)
@@ -88,6 +93,11 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
             await asyncio.to_thread(self._publisher.stop, timeout=_STOP_SECONDS)
         await asyncio.to_thread(self._device.stop, timeout=_STOP_SECONDS)
 
+    def counters(self) -> dict[str, int]:
+        """Of the device and the publisher, as they last said; may be called from any thread."""
+        published = self._publisher.counters() if self._publisher is not None else {}
+        return {**self._counters, **published}
+
     # --- the device's answers -----------------------------------------------------------------------------
 
     def _receive(self, outcome: Outcome) -> None:
@@ -98,8 +108,11 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
                 self._counters = outcome.counters
                 if self._publisher is not None and outcome.block_changes:
                     self._publisher.put(outcome.block_changes)
+                if steps := [event for _, event in outcome.events if isinstance(event, StepDone)]:
+                    self._metrics.batch(steps[0])
                 for owner, event in outcome.events:
                     if stream := self._streams.get(owner):  # else the client left meanwhile
+                        self._metrics.answered(stream.asked, event)
                         stream.num_steps_in_flight -= isinstance(event, StepDone)
                         stream.events.put_nowait(event)
                 if outcome.counters["is_draining"] and not outcome.counters["open_requests"]:
@@ -130,9 +143,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
     async def Stats(
         self, request: common_pb2.StatsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common_pb2.StatsReply:
-        open_fds = len(os.listdir("/proc/self/fd"))
-        published = self._publisher.counters() if self._publisher is not None else {}
-        return common.stats_to_pb({**self._counters, **published, "open_fds": open_fds})
+        return common.stats_to_pb({**self.counters(), "open_fds": len(os.listdir("/proc/self/fd"))})
 
     async def Run(
         self,
@@ -159,6 +170,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
         try:
             async for pb in commands:
                 command = verifier.command_from_pb(pb)
+                stream.asked.add(command)
                 if isinstance(command, Step):
                     stream.num_steps_in_flight += 1
                     if stream.num_steps_in_flight > self._max_steps_in_flight:

@@ -88,46 +88,15 @@ def members_key(namespace: bytes) -> str:
     return f"{namespace_prefix(namespace)}reps"
 
 
-@dataclass(frozen=True, slots=True)
-class RegisteredReplica:
-    """One replica as the registry has it; `num_leading` blocks of the prompt asked for are there."""
-
-    name: str
-    incarnation: bytes
-    address: str
-    state: str
-    num_blocks: int
-    num_leading: int
-
-
-def parse_lookup(answer: object) -> list[RegisteredReplica]:
-    """Raises ValueError for anything that the lookup script does not say."""
-    if not isinstance(answer, list):
-        raise ValueError(f"not a list: {answer!r:.100}")
-    replicas = []
-    for entry in answer:
-        match entry:
-            case [
-                bytes(name),
-                bytes(incarnation),
-                bytes(address),
-                bytes(state),
-                bytes(num_blocks),
-                int(num_leading),
-            ]:
-                replicas.append(
-                    RegisteredReplica(
-                        name=name.decode(),
-                        incarnation=bytes.fromhex(incarnation.decode()),
-                        address=address.decode(),
-                        state=state.decode(),
-                        num_blocks=int(num_blocks),
-                        num_leading=num_leading,
-                    )
-                )
-            case _:
-                raise ValueError(f"not a replica: {entry!r:.100}")
-    return replicas
+def parse_lookup(answer: object) -> dict[bytes, int]:
+    """Leading blocks by incarnation; raises ValueError for anything that the lookup script does not say."""
+    if not isinstance(answer, bytes):
+        raise ValueError(f"not a text: {answer!r:.100}")
+    words = answer.decode().split()
+    return {
+        bytes.fromhex(incarnation): int(num_leading)
+        for incarnation, num_leading in zip(words[::2], words[1::2], strict=True)
+    }
 
 
 def joined(hashes: list[bytes]) -> bytes:
