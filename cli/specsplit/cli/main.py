@@ -17,6 +17,7 @@ _SUBCOMMANDS = {
     "verifier": ("specsplit.verifier.main", "run one verifier"),
     "generate": ("specsplit.cli.generate", "stream one reply to the terminal"),
     "bench": ("specsplit.cli.bench", "measure decoding speed"),
+    "health": ("specsplit.cli.health", "tell whether one service is ready, by the exit status"),
     "status": ("specsplit.cli.status", "show the services that run and their counters"),
 }
 

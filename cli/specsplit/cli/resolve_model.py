@@ -2,34 +2,40 @@
 
     python -m specsplit.cli.resolve_model MODEL REVISION FOLDER
 
-writes FOLDER/model.json: {"tokenizer": a folder that holds tokenizer.json}. The bundled model is unpacked
+leaves FOLDER/tokenizer, a folder (or a link to one) that holds tokenizer.json. The bundled model is unpacked
 here, once. Some models need transformers for it, which `specsplit serve` itself never imports.
 """
 
 from __future__ import annotations
 
-import json
+import shutil
 import sys
 from pathlib import Path
 
 from specsplit.core.errors import SpecsplitError
 from specsplit.engine.bundled import resolve_model_path
 
+PROG = "specsplit serve"
+
 
 def main(model: str, revision: str, folder: Path) -> None:
+    target = folder / "tokenizer"
+    if target.is_symlink():
+        target.unlink()
+    shutil.rmtree(target, ignore_errors=True)  # of another model
     try:
-        tokenizer = _tokenizer_folder(resolve_model_path(model), revision or None, folder)
+        _provide_tokenizer(resolve_model_path(model), revision or None, target)
     except SpecsplitError as error:
-        print(f"specsplit serve: error: {error.message}", file=sys.stderr)
+        print(f"{PROG}: error: {error.message}", file=sys.stderr)
         raise SystemExit(1) from None
-    (folder / "model.json").write_text(json.dumps({"tokenizer": str(tokenizer)}))
 
 
-def _tokenizer_folder(path: str, revision: str | None, folder: Path) -> Path:
-    """The model's own folder where it has a tokenizer.json, else one written from what transformers finds."""
+def _provide_tokenizer(path: str, revision: str | None, target: Path) -> None:
+    """A link to the model's own folder where it has a tokenizer.json, else what transformers finds."""
     local = Path(path).expanduser()
     if (local / "tokenizer.json").is_file():
-        return local.resolve()
+        target.symlink_to(local.resolve())
+        return
     from transformers import AutoTokenizer
 
     from specsplit.engine.errors import ModelLoadError
@@ -42,11 +48,9 @@ def _tokenizer_folder(path: str, revision: str | None, folder: Path) -> Path:
         )
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"cannot read the tokenizer of {path}: {error}", field="model") from error
-    made = folder / "tokenizer"
-    tokenizer.save_pretrained(made)
-    if not (made / "tokenizer.json").is_file():
+    tokenizer.save_pretrained(target)
+    if not (target / "tokenizer.json").is_file():
         raise ModelLoadError(f"{path} has no fast tokenizer (tokenizer.json)", field="model")
-    return made
 
 
 if __name__ == "__main__":
