@@ -82,7 +82,8 @@ def main() -> None:
     arguments = parser.parse_args()
     continuations = json.loads(arguments.continuations.read_text())
     proposer = ScriptedProposer(continuations, wrong_ratio=arguments.wrong_ratio, seed=arguments.seed)
-    asyncio.run(serve(proposer, DrafterSettings(port=arguments.port, announce=arguments.announce)))
+    settings = DrafterSettings(port=arguments.port, metrics_port=0, announce=arguments.announce)
+    asyncio.run(serve(proposer, settings))
 
 
 if __name__ == "__main__":

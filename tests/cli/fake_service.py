@@ -1,6 +1,7 @@
 """A service process with nothing to serve: it listens, announces, becomes ready and drains.
 
-python fake_service.py NAME --port N --announce FILE [--exit STATUS] [--ignore-sigterm] [--helper FILE]
+python fake_service.py NAME --port N --announce FILE --restarts N [--exit STATUS] [--ignore-sigterm]
+    [--helper FILE]
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--announce", type=Path, required=True)
+    parser.add_argument("--restarts", type=int, required=True)
     parser.add_argument("--exit", type=int)
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--helper", type=Path)

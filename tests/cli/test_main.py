@@ -32,7 +32,7 @@ def test_an_unknown_command_is_refused(argv: list[str], capsys: pytest.CaptureFi
     assert "usage: specsplit COMMAND" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--draft-model", "--verifiers", "--redis-url", "--tensor-parallel"])
+@pytest.mark.parametrize("flag", ["--draft-model", "--drafters", "--gateways", "--tensor-parallel"])
 def test_serve_refuses_flags_that_it_does_not_have(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         main(["serve", flag, "1"])

@@ -6,66 +6,14 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-FAKE_STACK = Path(__file__).with_name("fake_stack.py")
 TIMEOUT_SECONDS = 30.0
-
-
-class Stack:
-    """A running fake stack, with the lines of its terminal."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, str(FAKE_STACK), str(folder), *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def read_until(self, text: str) -> list[str]:
-        """The lines up to the one that contains `text`."""
-        assert self.process.stdout is not None
-        lines: list[str] = []
-        for line in self.process.stdout:
-            lines.append(line.rstrip("\n"))
-            if text in line:
-                return lines
-        pytest.fail(f"ended before {text!r}: {lines}")
-
-    def child(self, role: str) -> dict[str, Any]:
-        children = json.loads((self.folder / "stack.json").read_text())["children"]
-        (child,) = (child for child in children if child["role"] == role)
-        return dict(child)
-
-    def processes(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=TIMEOUT_SECONDS)
-        return self.process.returncode, out, err
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
-    stacks: list[Stack] = []
-
-    def start_stack(*flags: str) -> Stack:
-        stacks.append(Stack(tmp_path / "stack", *flags))
-        return stacks[-1]
-
-    yield start_stack
-    for stack in stacks:
-        stack.process.kill()
-        stack.process.communicate()
 
 
 def is_listening(address: str) -> bool:
@@ -83,7 +31,7 @@ def assert_all_gone(processes: list[psutil.Process], addresses: list[str]) -> No
     assert [address for address in addresses if is_listening(address)] == []
 
 
-def test_a_line_per_service_and_a_file_that_names_them(start: Callable[..., Stack]) -> None:
+def test_a_line_per_service_and_a_file_that_names_them(start: Callable[..., Any]) -> None:
     stack = start()
     lines = stack.read_until("all ready")
     for role in ("first", "second"):
@@ -97,7 +45,7 @@ def test_a_line_per_service_and_a_file_that_names_them(start: Callable[..., Stac
     assert json.loads((stack.folder / "stack.json").read_text())["pid"] == stack.process.pid
 
 
-def test_a_killed_child_is_reported_and_comes_back_on_its_port(start: Callable[..., Stack]) -> None:
+def test_a_killed_child_is_reported_and_comes_back_on_its_port(start: Callable[..., Any]) -> None:
     stack = start()
     stack.read_until("all ready")
     before = stack.child("first")
@@ -113,7 +61,7 @@ def test_a_killed_child_is_reported_and_comes_back_on_its_port(start: Callable[.
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_everything_cleanly(start: Callable[..., Stack], number: signal.Signals) -> None:
+def test_a_signal_stops_everything_cleanly(start: Callable[..., Any], number: signal.Signals) -> None:
     stack = start()
     stack.read_until("all ready")
     processes = stack.processes()
@@ -125,7 +73,7 @@ def test_a_signal_stops_everything_cleanly(start: Callable[..., Stack], number: 
         assert (stack.child(role)["state"], stack.child(role)["pid"]) == ("stopped", None)
 
 
-def test_the_last_started_stops_first_and_a_second_ctrl_c_kills(start: Callable[..., Stack]) -> None:
+def test_the_last_started_stops_first_and_a_second_ctrl_c_kills(start: Callable[..., Any]) -> None:
     stack = start("--second=--ignore-sigterm", "--drain-seconds=600")
     stack.read_until("all ready")
     processes = stack.processes()
@@ -138,7 +86,7 @@ def test_the_last_started_stops_first_and_a_second_ctrl_c_kills(start: Callable[
     assert_all_gone(processes, addresses)
 
 
-def test_a_killed_supervisor_leaves_nothing(start: Callable[..., Stack]) -> None:
+def test_a_killed_supervisor_leaves_nothing(start: Callable[..., Any]) -> None:
     stack = start()
     stack.read_until("all ready")
     processes = stack.processes()
@@ -148,7 +96,7 @@ def test_a_killed_supervisor_leaves_nothing(start: Callable[..., Stack]) -> None
     assert_all_gone(processes, addresses)
 
 
-def test_helpers_of_a_dead_child_die_with_it(start: Callable[..., Stack], tmp_path: Path) -> None:
+def test_helpers_of_a_dead_child_die_with_it(start: Callable[..., Any], tmp_path: Path) -> None:
     stack = start(f"--first=--helper={tmp_path / 'helper'}")
     stack.read_until("all ready")
     helper = psutil.Process(int((tmp_path / "helper").read_text()))
@@ -157,7 +105,7 @@ def test_helpers_of_a_dead_child_die_with_it(start: Callable[..., Stack], tmp_pa
     assert_all_gone([helper], [])
 
 
-def test_a_child_that_never_starts_ends_the_stack(start: Callable[..., Stack]) -> None:
+def test_a_child_that_never_starts_ends_the_stack(start: Callable[..., Any]) -> None:
     stack = start("--second=--exit=3")
     stack.read_until("second-0 exited with status 3")
     processes = stack.processes()
@@ -170,7 +118,7 @@ def test_a_child_that_never_starts_ends_the_stack(start: Callable[..., Stack]) -
     assert stack.child("second")["restarts"] == 4
 
 
-def test_a_folder_has_one_supervisor(start: Callable[..., Stack]) -> None:
+def test_a_folder_has_one_supervisor(start: Callable[..., Any]) -> None:
     stack = start()
     stack.read_until("all ready")
     status, _, err = start().end()

@@ -9,7 +9,14 @@ from itertools import combinations
 
 import pytest
 
-from specsplit.core.block_hash import BLOCK_HASH_BYTES, child_hash, namespace, root_hash
+from specsplit.core.block_hash import (
+    BLOCK_HASH_BYTES,
+    block_hashes,
+    child_hash,
+    namespace,
+    request_root,
+    root_hash,
+)
 
 FIELDS = {
     "model": "m",
@@ -20,9 +27,9 @@ FIELDS = {
 }
 
 CHAIN = """
-from specsplit.core.block_hash import child_hash, namespace, root_hash
+from specsplit.core.block_hash import child_hash, namespace, request_root
 ns = namespace(model="m", revision="r", tokenizer_digest="t", kv_dtype="float32", block_size=16)
-hashes = [root_hash(ns, cache_salt=b"salt")]
+hashes = [request_root(ns, cache_salt=b"salt")]
 for block in range(4):
     hashes.append(child_hash(hashes[-1], range(16 * block, 16 * block + 16)))
 print(ns.hex(), *[h.hex() for h in hashes])
@@ -60,9 +67,40 @@ def test_text_moved_from_one_field_to_the_next_is_another_namespace() -> None:
     assert len(set(ways)) == len(ways)
 
 
+def test_a_salt_shares_nothing_with_another_field_of_the_same_text() -> None:
+    """Case 18: an adapter, a tenant and a client's salt of one text, and texts that imitate two fields."""
+    ns = namespace(**FIELDS)  # type: ignore[arg-type]
+    imitation = b"x" + b"\x06\x00tenant" + b"\x01\x00\x00\x00y"
+    ways = [
+        root_hash(ns, extras)
+        for extras in (
+            {},
+            {"cache_salt": b""},
+            {"cache_salt": b"x"},
+            {"adapter": b"x"},
+            {"tenant": b"x"},
+            {"cache_salt": b"x", "tenant": b"y"},
+            {"cache_salt": b"y", "tenant": b"x"},
+            {"cache_salt": imitation},
+        )
+    ]
+    assert len(set(ways)) == len(ways)
+    assert root_hash(ns, {"tenant": b"y", "cache_salt": b"x"}) == ways[5]  # whatever the order
+    assert request_root(ns, cache_salt=b"x") == ways[2]
+
+
+def test_the_hashes_of_a_prompt_are_those_of_its_full_blocks() -> None:
+    ns = namespace(**FIELDS)  # type: ignore[arg-type]
+    first = child_hash(request_root(ns, cache_salt=b"s"), range(16))
+    expected = [first, child_hash(first, range(16, 32))]
+    for length, num_blocks in ((0, 0), (15, 0), (16, 1), (31, 1), (32, 2), (47, 2)):
+        found = block_hashes(ns, list(range(length)), block_size=16, cache_salt=b"s")
+        assert found == expected[:num_blocks]
+
+
 def test_chains_share_exactly_their_common_prefix() -> None:
     ns = namespace(**FIELDS)  # type: ignore[arg-type]
-    roots = [root_hash(ns, cache_salt=salt) for salt in (b"", b"a", b"ab", b"\x00")]
+    roots = [request_root(ns, cache_salt=salt) for salt in (b"", b"a", b"ab", b"\x00")]
     assert all(a != b for a, b in combinations(roots, 2))
     first = child_hash(roots[0], range(16))
     assert first == child_hash(roots[0], list(range(16)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
@@ -41,7 +40,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     found = programs()
     if request.param not in found:
         pytest.skip("redis-server is not installed")
-    server = RedisServer(found[request.param], is_saving=True)
+    server = RedisServer(found[request.param])
     yield server
     server.close()
 
@@ -170,7 +169,8 @@ def test_a_server_that_comes_back_empty_or_older_is_told_apart(server: RedisServ
         server.start()
         assert w.apply(2, added=chain(1, start=10), removed=[]) is Answer.UNKNOWN
         w = joined(client)
-        server.stop(signal.SIGTERM)  # saves
+        client.save()
+        server.stop()
         server.start()
         assert leading(client, chain(12)) == {"a:1": 10}
         assert w.apply(2, added=chain(2, start=10), removed=[]) is Answer.OK
@@ -218,6 +218,14 @@ def test_many_blocks_go_in_parts_and_readers_see_all_or_nothing(client: redis.Re
     assert w.heartbeat(6, ReplicaState.DRAINING) is Answer.OK
     (replica,) = read_replicas(client)[NAMESPACE]
     assert (replica.address, replica.state, replica.num_blocks) == ("a:1", "draining", 3)
+
+
+def test_each_part_of_a_snapshot_keeps_the_replica_alive(client: redis.Redis) -> None:
+    w = joined(client)
+    keys = ReplicaKeys.of(NAMESPACE, "a:1", b"1" * 16)
+    client.pexpire(keys.replica, 5000)
+    assert w.snapshot(2, chain(11), num_blocks=12) is Answer.GAP  # the parts came, the swap did not
+    assert client.pttl(keys.replica) > 5000
 
 
 def test_nothing_is_left_when_all_have_left(client: redis.Redis) -> None:

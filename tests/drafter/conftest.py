@@ -9,11 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from specsplit.core.codec import common as common_codec
 from specsplit.core.codec import drafter as codec
 from specsplit.core.digest import TokenDigest
 from specsplit.core.serving import open_channel
+from specsplit.core.tracing import SpanSink
 from specsplit.core.types import (
     CloseDraft,
     DraftBatch,
@@ -112,12 +114,20 @@ async def start_drafter() -> AsyncIterator[StartDrafter]:
     async with AsyncExitStack() as stack:
 
         async def start(
-            *, min_n: int = 2, max_n: int = 5, max_context_tokens: int = 1 << 20, idle_seconds: float = 600.0
+            *,
+            min_n: int = 2,
+            max_n: int = 5,
+            max_context_tokens: int = 1 << 20,
+            idle_seconds: float = 600.0,
+            metrics: CollectorRegistry | None = None,
+            spans: SpanSink | None = None,
         ) -> tuple[Client, str]:
             service = DrafterService(
                 NgramProposer(min_n=min_n, max_n=max_n),
                 max_context_tokens=max_context_tokens,
                 idle_seconds=idle_seconds,
+                metrics=metrics,
+                spans=spans,
             )
             server = grpc.aio.server()
             drafter_pb2_grpc.add_DrafterServicer_to_server(service, server)  # type: ignore[no-untyped-call]

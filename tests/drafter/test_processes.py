@@ -24,7 +24,10 @@ from specsplit.core.serving import open_channel
 from specsplit.core.types import DraftBatch, DraftRow, new_request_id
 from specsplit.v1 import drafter_pb2_grpc
 
-DRAFTER = ("-c", "import sys; from specsplit.drafter.main import main; main(sys.argv[1:])")
+DRAFTER = (
+    *("-c", "import sys; from specsplit.drafter.main import main; main(sys.argv[1:])"),
+    *("--metrics-port", "0"),
+)
 SCRIPTED = (str(Path(__file__).parents[1] / "scripted_drafter.py"),)
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

@@ -31,3 +31,14 @@ def tiny_stack(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     )
     yield stack
     assert stack.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def two_verifiers(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The tiny model on two replicas, with the stack's own registry; requests are traced, steps are not."""
+    stack = Stack(
+        tmp_path_factory.mktemp("two"),
+        *("--model", str(tiny_model_dir), "--num-blocks", "256", "--verifiers", "2", "--trace-ratio", "0"),
+    )
+    yield stack
+    assert stack.stop() == 0

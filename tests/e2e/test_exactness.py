@@ -119,7 +119,7 @@ async def test_killing_the_drafter_changes_no_text(real_stack: Stack) -> None:
         results = await running
         for result, reference in zip(results, references, strict=True):
             assert_same_output(result, reference)
-        await asyncio.to_thread(real_stack.wait_replaced, "drafter", pid)
+        await asyncio.to_thread(real_stack.wait_replaced, pid)
         await asyncio.to_thread(
             real_stack.wait_stats, "gateway", lambda s: s["drafter_up"] == 1, "the drafter's return"
         )
@@ -144,7 +144,7 @@ async def test_killing_the_verifier_changes_no_text(real_stack: Stack) -> None:
         await is_under_way.wait()
         pid = real_stack.kill("verifier")
         results = await running
-        await asyncio.to_thread(real_stack.wait_replaced, "verifier", pid)
+        await asyncio.to_thread(real_stack.wait_replaced, pid)
     for result, reference in zip(results, references, strict=True):
         assert_same_output(result, reference)
     assert real_stack.child("verifier")["restarts"] >= 1

@@ -22,7 +22,8 @@ class Pool(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.pool = BlockPool(NUM_BLOCKS, is_tracked=True)
+        self.followed: set[bytes] = set()  # what is cached, by the changes alone
         self.sequences: list[tuple[str, list[int], int]] = []  # path, table, leading blocks that are cached
 
     @rule(path=st.text("ab", min_size=1, max_size=6))
@@ -69,6 +70,13 @@ class Pool(RuleBasedStateMachine):
     def close(self, data: st.DataObject) -> None:
         _, table, _ = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
         self.pool.release(table)
+
+    @rule()
+    def follow(self) -> None:
+        for hash_, is_cached in self.pool.take_changes().items():
+            (self.followed.add if is_cached else self.followed.discard)(hash_)
+        assert self.followed == self.pool.cached_hashes
+        assert self.pool.take_changes() == {}
 
     @invariant()
     def balanced(self) -> None:
@@ -128,6 +136,19 @@ def test_a_chain_that_outlives_its_twin_keeps_its_prefix() -> None:
         pool.allocate()
     assert set(pool.cached_hashes) == {b"a", b"ab"}
     pool.check_invariants([second, third])
+
+
+def test_only_the_last_state_of_a_hash_is_told_and_only_to_who_asked() -> None:
+    tracked, untracked = BlockPool(1, is_tracked=True), BlockPool(1)
+    for pool in (tracked, untracked):
+        pool.release(cached_sequence(pool, "a"))
+        pool.release(cached_sequence(pool, "b"))
+        held = pool.match_prefix(chain("b"))
+        pool.uncache(held)
+        held = [pool.cache(held[0], b"b")]
+        pool.check_invariants([held])
+    assert tracked.take_changes() == {b"a": False, b"b": True}
+    assert untracked.take_changes() == {}
 
 
 def test_mistakes_are_loud() -> None:

@@ -29,9 +29,9 @@ def programs() -> dict[str, str]:
 
 
 class RedisServer:
-    """On a unix socket or, with `port`, on the loopback; nothing is written to disk unless `is_saving`."""
+    """On a unix socket or, with `port`, on the loopback; it starts with what a SAVE has written, if any."""
 
-    def __init__(self, program: str, *, port: int | None = None, is_saving: bool = False) -> None:
+    def __init__(self, program: str, *, port: int | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rs-")  # a unix socket's path must be short
         socket_path = Path(self._folder.name) / "s"
         self.url = f"unix://{socket_path}" if port is None else f"redis://127.0.0.1:{port}"
@@ -39,7 +39,6 @@ class RedisServer:
             *(program, "--dir", self._folder.name, "--daemonize", "no", "--appendonly", "no", "--save", ""),
             *("--port", str(port or 0), "--bind", "127.0.0.1", "--lazyfree-lazy-expire", "yes"),
             *(() if port is not None else ("--unixsocket", str(socket_path))),
-            *(("--shutdown-on-sigterm", "save") if is_saving else ()),
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -59,9 +58,10 @@ class RedisServer:
             assert time.monotonic() < deadline, f"{self._command} does not answer"
             time.sleep(0.01)
 
-    def stop(self, number: signal.Signals = signal.SIGKILL) -> None:
+    def stop(self) -> None:
+        """Without any notice."""
         if self._process is not None:
-            self._process.send_signal(number)
+            self._process.kill()
             self._process.wait(20)
             self._process = None
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
+import redis
+from metrics_check import Scraped, scrape
+from trace_reader import Span, read_spans
 
 from specsplit.core.codec import common as common_codec
 from specsplit.core.codec import gateway as gateway_codec
+from specsplit.core.registry.overview import RegisteredReplica, read_replicas
+from specsplit.core.registry.scripts import ReplicaKeys
 from specsplit.core.types import Delta, Finished, GenerateRequest, Started, TokenLogprobs, Usage
 from specsplit.v1 import common_pb2, drafter_pb2_grpc, gateway_pb2_grpc, verifier_pb2_grpc
 
@@ -72,25 +78,88 @@ class Stack:
         state: dict[str, Any] = json.loads((self.folder / "stack.json").read_text())
         return state
 
-    def child(self, role: str) -> dict[str, Any]:
-        (child,) = (c for c in self.describe()["children"] if c["role"] == role)
+    def child(self, role: str, index: int = 0) -> dict[str, Any]:
+        (child,) = (c for c in self.describe()["children"] if (c["role"], c["index"]) == (role, index))
         return dict(child)
 
-    def pid(self, role: str) -> int:
-        return int(self.child(role)["pid"])
+    def pid(self, role: str, index: int = 0) -> int:
+        return int(self.child(role, index)["pid"])
 
     @property
     def http(self) -> str:
         return f"http://{self.child('gateway')['addresses']['http']}"
 
-    def address(self, role: str) -> str:
-        return str(self.child(role)["addresses"]["grpc"])
+    def address(self, role: str, index: int = 0) -> str:
+        return str(self.child(role, index)["addresses"]["grpc"])
 
-    def kill(self, role: str) -> int:
+    def kill(self, role: str, index: int = 0) -> int:
         """SIGKILL; returns the pid that was killed."""
-        pid = self.pid(role)
+        pid = self.pid(role, index)
         os.kill(pid, signal.SIGKILL)
         return pid
+
+    @contextlib.contextmanager
+    def frozen(self, role: str, index: int = 0) -> Iterator[None]:
+        """A process that neither answers nor dies."""
+        pid = self.pid(role, index)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def registry(self) -> redis.Redis:
+        """A client of the registry that the stack uses."""
+        return redis.Redis.from_url(self.describe()["redis_url"])
+
+    def replicas(self) -> dict[str, RegisteredReplica]:
+        """The replicas in the registry, by address; all have one namespace."""
+        with self.registry() as client:
+            found = read_replicas(client)
+        assert len(found) <= 1, found
+        return {replica.address: replica for replicas in found.values() for replica in replicas}
+
+    def wait_published(self) -> None:
+        """Until the registry holds for every verifier as many blocks as that one says it caches."""
+        verifiers = [child["index"] for child in self.describe()["children"] if child["role"] == "verifier"]
+        deadline = time.monotonic() + 60
+        while True:
+            cached = {
+                self.address("verifier", index): self.stats("verifier", index)["cached_blocks"]
+                for index in verifiers
+            }
+            if self._published() == cached:
+                return
+            assert time.monotonic() < deadline, f"{self._published()} is published, not {cached}"
+            time.sleep(0.05)
+
+    def _published(self) -> dict[str, int]:
+        """By address; a replica whose set of blocks is not as large as it says has none that count."""
+        published = {}
+        with self.registry() as client, contextlib.suppress(redis.RedisError):
+            for namespace, replicas in read_replicas(client).items():
+                for replica in replicas:
+                    keys = ReplicaKeys.of(namespace, replica.name, replica.incarnation)
+                    if client.scard(keys.blocks) == replica.num_blocks:
+                        published[replica.address] = replica.num_blocks
+        return published
+
+    def metrics(self, role: str, index: int = 0) -> Scraped:
+        """What `/metrics` of a service says now."""
+        addresses = self.child(role, index)["addresses"]
+        return scrape(addresses["http" if role == "gateway" else "metrics"])
+
+    def spans(self) -> list[Span]:
+        """All spans that the services have written so far."""
+        return read_spans(self.folder / "traces.jsonl")
+
+    def wait_spans(self, predicate: Callable[[list[Span]], bool], what: str) -> list[Span]:
+        """Until what was written satisfies `predicate`; spans come in batches."""
+        deadline = time.monotonic() + 60
+        while not predicate(spans := self.spans()):
+            assert time.monotonic() < deadline, f"{what} never came: {len(spans)} spans"
+            time.sleep(0.1)
+        return spans
 
     def wait_ready(self, predicate: Callable[[dict[str, Any]], bool] = lambda _: True) -> None:
         """Until every child is ready and `predicate` holds for stack.json; fails with the output so far."""
@@ -102,7 +171,7 @@ class Stack:
                 state = self.describe()
                 children = state["children"]
                 if (
-                    {c["role"] for c in children} == set(STUBS)
+                    any(c["role"] == "gateway" for c in children)  # the last one to be started
                     and all(c["state"] == "ready" for c in children)
                     and predicate(state)
                 ):
@@ -111,9 +180,9 @@ class Stack:
         logs = "\n".join(p.read_text()[-3000:] for p in sorted(self.folder.glob("logs/*.log")))
         raise AssertionError(f"not ready: {self.output.read_text()}\n{logs}")
 
-    def wait_replaced(self, role: str, pid: int) -> None:
-        """Until another process than `pid` serves as `role`."""
-        self.wait_ready(lambda s: all(c["pid"] != pid for c in s["children"] if c["role"] == role))
+    def wait_replaced(self, pid: int) -> None:
+        """Until all services are ready and none of them is the process `pid`."""
+        self.wait_ready(lambda state: all(child["pid"] != pid for child in state["children"]))
 
     def stop(self) -> int:
         """Like Ctrl-C; returns the exit status."""
@@ -126,20 +195,22 @@ class Stack:
                 self.process.wait()
         return self.process.returncode
 
-    def stats(self, role: str) -> dict[str, int]:
-        with grpc.insecure_channel(self.address(role)) as channel:
+    def stats(self, role: str, index: int = 0) -> dict[str, int]:
+        with grpc.insecure_channel(self.address(role, index)) as channel:
             reply = STUBS[role](channel).Stats(common_pb2.StatsRequest(), timeout=20)
         return common_codec.stats_from_pb(reply)
 
-    def wait_stats(self, role: str, predicate: Callable[[dict[str, int]], bool], what: str) -> dict[str, int]:
+    def wait_stats(
+        self, role: str, predicate: Callable[[dict[str, int]], bool], what: str, *, index: int = 0
+    ) -> dict[str, int]:
         deadline = time.monotonic() + 60
         stats: dict[str, int] = {}
         while time.monotonic() < deadline:
-            stats = self.stats(role)
+            stats = self.stats(role, index)
             if predicate(stats):
                 return stats
             time.sleep(0.05)
-        raise AssertionError(f"{role}: {what} never came: {stats}")
+        raise AssertionError(f"{role}-{index}: {what} never came: {stats}")
 
 
 class Client:
@@ -161,9 +232,11 @@ class Client:
         *,
         cancel_after: int | None = None,
         on_delta: Callable[[Result], None] | None = None,
+        traceparent: str | None = None,
     ) -> Result:
         """Reads to the end, or cancels once `cancel_after` tokens have come."""
-        call = self._stub.Generate(gateway_codec.generate_request_to_pb(request))
+        metadata = None if traceparent is None else (("traceparent", traceparent),)
+        call = self._stub.Generate(gateway_codec.generate_request_to_pb(request), metadata=metadata)
         result = Result()
         try:
             async for message in call:

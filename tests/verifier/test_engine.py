@@ -13,6 +13,7 @@ import specsplit.engine.threads  # noqa: F401  before torch
 
 import pytest  # isort: skip
 import torch
+from metrics_check import scrape
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specsplit.core.codec import verifier
@@ -122,7 +123,7 @@ async def test_the_process_serves_drains_and_stops(kit, folder, tmp_path) -> Non
     announce = tmp_path / "announce.json"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "specsplit.cli", "verifier", "--model", str(folder), "--num-blocks", "16",
-        "--port", "0", "--announce", str(announce), stderr=asyncio.subprocess.PIPE,
+        "--port", "0", "--metrics-port", "0", "--announce", str(announce), stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     await until_logged(process, "ready at")
@@ -143,6 +144,9 @@ async def test_the_process_serves_drains_and_stops(kit, folder, tmp_path) -> Non
             await call.write(verifier.command_to_pb(Step(number, (client.row(),))))
             client.take((await answer(StepDone)).rows[0])
         assert client.finish is not None
+        seen = await asyncio.to_thread(scrape, json.loads(announce.read_text())["addresses"]["metrics"])
+        assert seen("specsplit_verifier_committed_tokens_total") == 8
+        assert seen("specsplit_verifier_draining") == 1
         await call.write(verifier.command_to_pb(client.close_request()))
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
@@ -151,7 +155,7 @@ async def test_the_process_serves_drains_and_stops(kit, folder, tmp_path) -> Non
     ("flags", "status", "message"),
     [
         (("--num-blocks", "0"), 2, "num_blocks"),
-        (("--port", "0", "--model", "/no/such/folder"), 1, "/no/such/folder"),
+        (("--port", "0", "--metrics-port", "0", "--model", "/no/such/folder"), 1, "/no/such/folder"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_one_line(flags, status, message, capsys, caplog) -> None:

@@ -43,7 +43,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """How to run one service; ports and `--announce` are added to `command`."""
+    """How to run one service; `--announce`, `--restarts` and ports are added to `command`."""
 
     role: str
     index: int
@@ -51,6 +51,8 @@ class ServiceSpec:
     ports: tuple[Port, ...]
     wait_ready: Callable[[Addresses], Awaitable[None]]
     env: Mapping[str, str]
+    addresses: Addresses | None = None
+    """Those of another project's program, which announces none: its `command` is left as it is."""
 
     @property
     def name(self) -> str:
@@ -167,7 +169,10 @@ class Child:
             self.pid = None
 
     def _command(self) -> list[str]:
-        command = [*self.spec.command, "--announce", str(self._announce_path)]
+        command = list(self.spec.command)
+        if self.spec.addresses is not None:
+            return command
+        command += ["--announce", str(self._announce_path), "--restarts", str(self.num_restarts)]
         for port in self.spec.ports:
             bound = self.addresses.get(port.kind)
             command += [port.flag, bound.rpartition(":")[2] if bound else str(port.number)]
@@ -176,11 +181,11 @@ class Child:
     async def _watch(self) -> None:
         born = time.monotonic()
         kinds = {port.kind for port in self.spec.ports}
-        while not kinds <= (announced := self._announced()).keys():  # noqa: ASYNC110
+        while not kinds <= (announced := self._announced()).keys():
+            if announced and not self.is_bound.is_set():
+                self._bound(announced)
             await asyncio.sleep(_POLL_SECONDS)  # another process's file has no event to wait for
-        self.addresses = announced
-        self.is_bound.set()
-        self._changed()
+        self._bound(announced)
         await self.spec.wait_ready(announced)
         self.is_ready.set()
         self._set_state("ready")
@@ -188,7 +193,15 @@ class Child:
         shown = ", ".join(f"{kind} {address}" for kind, address in announced.items())
         self._report(f"{self.spec.name:<11} ready{again} in {time.monotonic() - born:.1f} s: {shown}")
 
-    def _announced(self) -> dict[str, str]:
+    def _bound(self, announced: Addresses) -> None:
+        """The first address is enough to be connected to; others may be known only when start-up ends."""
+        self.addresses = {**self.addresses, **announced}
+        self.is_bound.set()
+        self._changed()
+
+    def _announced(self) -> Addresses:
+        if self.spec.addresses is not None:
+            return self.spec.addresses
         try:
             addresses: dict[str, str] = json.loads(self._announce_path.read_text())["addresses"]
         except FileNotFoundError:

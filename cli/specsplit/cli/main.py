@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 _SUBCOMMANDS = {
-    "serve": ("specsplit.cli.serve", "run a drafter, a verifier and a gateway on this machine"),
+    "serve": ("specsplit.cli.serve", "run a registry, a drafter, verifiers and a gateway on this machine"),
     "gateway": ("specsplit.gateway.main", "run one gateway"),
     "drafter": ("specsplit.drafter.main", "run one drafter"),
     "verifier": ("specsplit.verifier.main", "run one verifier"),

@@ -1,4 +1,4 @@
-"""`specsplit status`: the services of a running stack and their counters, as tables. Changes nothing."""
+"""`specsplit status`: what the services of a running stack and its registry say of themselves; read only."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
-from rich.console import Console
-from rich.table import Table
+import redis
+from redis.connection import parse_url
 
+from specsplit.cli import registry_server
 from specsplit.cli.serve import state_folder
+from specsplit.cli.status_tables import Registry, Service, show
 from specsplit.core.codec.common import stats_from_pb
+from specsplit.core.registry.overview import read_replicas
+from specsplit.core.registry.writer import connect
 from specsplit.core.serving import open_channel
 from specsplit.v1 import common_pb2, drafter_pb2_grpc, gateway_pb2_grpc, verifier_pb2_grpc
 
@@ -28,44 +31,37 @@ _STUBS: dict[str, Any] = {
 _ANSWER_SECONDS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
-    """A service to ask: where it is and what the supervisor, if there is one, says of it."""
-
-    name: str
-    role: str
-    address: str | None
-    pid: str = ""
-    state: str = ""
-    restarts: str = ""
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="specsplit status",
-        description="Shows the services of the newest stack, of the one in --dir, or at the addresses given. "
-        "The exit status is 0 if all of them answer.",
+        description="Shows the services of the newest stack, of the one in --dir, or at the addresses given, "
+        "and their registry. The exit status is 0 if all of them answer.",
     )
     parser.add_argument("--dir", type=Path, help="folder of `specsplit serve`, with its stack.json")
     for role in _STUBS:
         parser.add_argument(
             f"--{role}", action="append", default=[], metavar="ADDRESS", help=f"a {role}'s gRPC"
         )
+    parser.add_argument("--redis-url", metavar="URL", help="the registry; by default the stack's own")
     options = parser.parse_args(argv)
     services = [
         Service(f"{role}-{index}", role, address)
         for role in _STUBS
         for index, address in enumerate(getattr(options, role))
     ]
-    if not services:
+    redis_url: str | None = None
+    if options.redis_url is not None:
         try:
-            services = _read_stack(options.dir or _newest_folder())
-        except FileNotFoundError as error:
-            print(f"specsplit status: error: {error}", file=sys.stderr)
-            return 1
-    counters = asyncio.run(_ask_all(services))
-    _show(services, counters)
-    return 0 if all(counted is not None for counted in counters) else 1
+            parse_url(options.redis_url)  # type: ignore[no-untyped-call]
+        except ValueError as error:
+            parser.error(f"--redis-url: {error}")
+    try:
+        if not services and (options.dir or not options.redis_url):
+            services, redis_url = _read_stack(options.dir or _newest_folder())
+        return asyncio.run(_status(services, options.redis_url or redis_url))
+    except FileNotFoundError as error:
+        print(f"specsplit status: error: {error}", file=sys.stderr)
+        return 1
 
 
 def _newest_folder() -> Path:
@@ -75,31 +71,41 @@ def _newest_folder() -> Path:
     return stacks[-1].parent
 
 
-def _read_stack(folder: Path) -> list[Service]:
+def _read_stack(folder: Path) -> tuple[list[Service], str | None]:
+    """Its services and the URL of its registry."""
     path = folder / "stack.json"
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
-    return [
+    stack = json.loads(path.read_text())
+    services = [
         Service(
             name=f"{child['role']}-{child['index']}",
             role=child["role"],
-            address=child["addresses"].get("grpc"),
+            address=child["addresses"].get("grpc") or child["addresses"].get("unix"),
             pid=str(child["pid"] or ""),
             state=child["state"],
             restarts=str(child["restarts"]),
         )
-        for child in json.loads(path.read_text())["children"]
+        for child in stack["children"]
     ]
+    return services, stack["redis_url"]
 
 
-async def _ask_all(services: Sequence[Service]) -> list[dict[str, int] | None]:
-    return await asyncio.gather(*(_ask(service) for service in services))
+async def _status(services: Sequence[Service], redis_url: str | None) -> int:
+    asking = asyncio.gather(*(_ask(service) for service in services))
+    registry = None if redis_url is None else await asyncio.to_thread(_read_registry, redis_url)
+    counters = await asking
+    show(services, counters, registry)
+    is_registry_away = registry is not None and registry.replicas is None
+    return int(is_registry_away or any(counted is None for counted in counters))
 
 
 async def _ask(service: Service) -> dict[str, int] | None:
     """The service's counters; None if it does not answer."""
     if service.address is None:
         return None
+    if service.role == "redis":
+        return await asyncio.to_thread(_ask_redis, registry_server.url(Path(service.address)))
     async with open_channel(service.address) as channel:
         stub = _STUBS[service.role](channel)
         try:
@@ -108,15 +114,18 @@ async def _ask(service: Service) -> dict[str, int] | None:
             return None
 
 
-def _show(services: Sequence[Service], counters: Sequence[dict[str, int] | None]) -> None:
-    table = Table("service", "pid", "state", "restarts", "address", "counters")
-    for service, counted in zip(services, counters, strict=True):
-        shown = (
-            "no answer"
-            if counted is None
-            else ", ".join(f"{name} {value}" for name, value in counted.items())
-        )
-        table.add_row(
-            service.name, service.pid, service.state, service.restarts, service.address or "", shown
-        )
-    Console().print(table)
+def _ask_redis(url: str) -> dict[str, int] | None:
+    with connect(url, timeout_seconds=_ANSWER_SECONDS) as client:
+        try:
+            found: Any = client.info()
+        except redis.RedisError:
+            return None
+    return {name: found[name] for name in ("used_memory", "connected_clients")}
+
+
+def _read_registry(url: str) -> Registry:
+    with connect(url, timeout_seconds=_ANSWER_SECONDS) as client:
+        try:
+            return Registry(read_replicas(client))
+        except redis.RedisError as error:
+            return Registry(None, error=str(error))

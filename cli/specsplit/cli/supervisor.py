@@ -12,7 +12,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from itertools import groupby
 from pathlib import Path
 
 from specsplit.cli.child import Child, ServiceSpec, StartFailed
@@ -26,10 +27,14 @@ class FolderInUse(Exception):
 
 
 class Supervisor:
-    """Runs services in `folder`: `stack.json`, logs and the services' announcements lie there."""
+    """Runs services in `folder`: `stack.json`, logs and the services' announcements lie there.
 
-    def __init__(self, folder: Path, *, drain_seconds: float) -> None:
+    `facts` go into `stack.json` as they are.
+    """
+
+    def __init__(self, folder: Path, *, drain_seconds: float, facts: Mapping[str, object]) -> None:
         self.children: list[Child] = []
+        self._facts = facts
         self._folder = folder
         self._drain_seconds = drain_seconds
         self._running: list[asyncio.Task[None]] = []
@@ -79,9 +84,14 @@ class Supervisor:
         raise self._failures[0]
 
     async def _stop_children(self) -> None:
-        for child, running in reversed(list(zip(self.children, self._running, strict=True))):
-            await child.stop(self._drain_seconds)
-            await asyncio.gather(running, return_exceptions=True)
+        """The last started role first; the replicas of a role together."""
+        started = reversed(list(zip(self.children, self._running, strict=True)))
+        for _, replicas in groupby(started, key=lambda entry: entry[0].spec.role):
+            await asyncio.gather(*(self._stop_child(child, running) for child, running in replicas))
+
+    async def _stop_child(self, child: Child, running: asyncio.Task[None]) -> None:
+        await child.stop(self._drain_seconds)
+        await asyncio.gather(running, return_exceptions=True)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (failure := task.exception()) is not None:
@@ -97,6 +107,7 @@ class Supervisor:
 
     def _write_stack(self) -> None:
         stack = {
+            **self._facts,
             "pid": os.getpid(),
             "children": [
                 {

@@ -9,6 +9,7 @@ h_i = sha256(h_{i-1}, u32le tokens of block i)[:16]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import sha256
 
 from specsplit.core.digest import pack_ids
@@ -36,9 +37,15 @@ def namespace(*, model: str, revision: str, tokenizer_digest: str, kv_dtype: str
     return sha256(fields).digest()[:8]
 
 
-def root_hash(ns: bytes, *, cache_salt: bytes) -> bytes:
-    """Parent of the first block; requests with different salts share nothing."""
-    return sha256(ns + _typed(b"salt", cache_salt)).digest()[:BLOCK_HASH_BYTES]
+def root_hash(ns: bytes, extras: Mapping[str, bytes]) -> bytes:
+    """Parent of the first block; requests share blocks only when all their extras are equal, name by name."""
+    fields = b"".join(_typed(name.encode(), extras[name]) for name in sorted(extras))
+    return sha256(ns + fields).digest()[:BLOCK_HASH_BYTES]
+
+
+def request_root(ns: bytes, *, cache_salt: bytes) -> bytes:
+    """The root of a request's chain, in the gateway and in the verifier alike."""
+    return root_hash(ns, {"cache_salt": cache_salt})
 
 
 def child_hash(parent: bytes, block_ids: TokenIds) -> bytes:
@@ -49,7 +56,7 @@ def child_hash(parent: bytes, block_ids: TokenIds) -> bytes:
 def block_hashes(ns: bytes, ids: TokenIds, *, block_size: int, cache_salt: bytes) -> list[bytes]:
     """Hashes of the full blocks of `ids`, first block first."""
     hashes = []
-    parent = root_hash(ns, cache_salt=cache_salt)
+    parent = request_root(ns, cache_salt=cache_salt)
     for start in range(0, len(ids) - block_size + 1, block_size):
         parent = child_hash(parent, ids[start : start + block_size])
         hashes.append(parent)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 _SAMPLED = 0x01
-_random = random.SystemRandom()
+_random = random.Random()  # seeded by the system; asking it for each id would cost a microsecond more
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,12 @@ def parse_traceparent(value: str) -> TraceContext | None:
     if not trace_id or not span_id:
         return None
     return TraceContext(trace_id, span_id, bool(int(match[4], 16) & _SAMPLED))
+
+
+def parse_sampled(traceparent: str) -> TraceContext | None:
+    """The span that a message between services names, if the details of its trace are kept."""
+    context = parse_traceparent(traceparent)
+    return context if context is not None and context.is_sampled else None
 
 
 def start_span(traceparent: str, *, ratio: float) -> TraceContext:

@@ -8,8 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from specsplit.core.errors import SettingsError, SpecsplitError
+from specsplit.core.metrics import new_registry
+from specsplit.core.metrics_http import serve_metrics
 from specsplit.core.serving import GrpcService
 from specsplit.core.settings import exit_on_settings_error, load_settings
+from specsplit.core.tracing import open_sink
 from specsplit.drafter.ngram import NgramProposer
 from specsplit.drafter.proposer import Proposer, State
 from specsplit.drafter.service import SERVICE_NAME, DrafterService
@@ -34,9 +37,19 @@ def main(argv: Sequence[str]) -> None:
 
 async def serve(proposer: Proposer[State], settings: DrafterSettings) -> None:
     """Serves `proposer` until SIGTERM or SIGINT."""
+    registry = new_registry("drafter", restarts=settings.restarts)
+    spans = open_sink("drafter", settings.trace_file)
     drafter = DrafterService(
-        proposer, max_context_tokens=settings.max_context_tokens, idle_seconds=settings.idle_seconds
+        proposer,
+        max_context_tokens=settings.max_context_tokens,
+        idle_seconds=settings.idle_seconds,
+        metrics=registry,
+        spans=spans,
     )
     process = GrpcService(SERVICE_NAME, settings)
     drafter_pb2_grpc.add_DrafterServicer_to_server(drafter, process.server)
-    await process.run(start=drafter.start, drain=drafter.drain, close=drafter.close)
+    with serve_metrics(registry, host=settings.host, port=settings.metrics_port) as address:
+        process.addresses["metrics"] = address
+        await process.run(start=drafter.start, drain=drafter.drain, close=drafter.close)
+    if spans is not None:
+        spans.close()

@@ -6,15 +6,19 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, Generic
 
 import grpc
 from google.protobuf.message import DecodeError
+from prometheus_client import CollectorRegistry
 
 from specsplit.core.codec import common as common_codec
 from specsplit.core.codec import drafter as codec
 from specsplit.core.errors import InvalidRequest
 from specsplit.core.serving import abort, num_open_files
+from specsplit.core.span import batch_span
+from specsplit.core.tracing import SpanSink
 from specsplit.core.types import (
     MAX_DRAFT,
     CloseDraft,
@@ -27,18 +31,29 @@ from specsplit.core.types import (
     RequestId,
     new_incarnation,
 )
+from specsplit.drafter.metrics import Metrics
 from specsplit.drafter.proposer import Ask, Draft, Proposer, State
 from specsplit.drafter.table import DraftTable, Held, Refusal
 from specsplit.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc
 
 SERVICE_NAME = "specsplit.v1.Drafter"
+_COUNTS = ("batches", "rows", "drafted", "need_context", "invalid_rows", "invariant_violations")
 _MAX_BUSY_SECONDS = 0.002  # taking in long contexts lets the event loop breathe this often
 
 
 class DrafterService(drafter_pb2_grpc.DrafterServicer, Generic[State]):
     """Answers each stream's batches in their order; streams share the proposer and the table's bounds."""
 
-    def __init__(self, proposer: Proposer[State], *, max_context_tokens: int, idle_seconds: float) -> None:
+    def __init__(
+        self,
+        proposer: Proposer[State],
+        *,
+        max_context_tokens: int,
+        idle_seconds: float,
+        metrics: CollectorRegistry | None = None,
+        spans: SpanSink | None = None,
+    ) -> None:
+        """`metrics` is where the service's metrics are registered, `spans` where its spans go."""
         self._proposer = proposer
         self._table = DraftTable(proposer, max_context_tokens=max_context_tokens, idle_seconds=idle_seconds)
         self._idle_seconds = idle_seconds
@@ -49,7 +64,9 @@ class DrafterService(drafter_pb2_grpc.DrafterServicer, Generic[State]):
         self._num_batches_running = 0
         self._all_answered = asyncio.Event()
         self._all_answered.set()
-        self._counts = {"batches": 0, "rows": 0, "drafted": 0, "need_context": 0, "invalid_rows": 0}
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._metrics = Metrics(metrics or CollectorRegistry(), self.counters)
+        self._spans = spans
 
     async def Describe(
         self, request: drafter_pb2.DescribeDrafterRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -62,13 +79,16 @@ class DrafterService(drafter_pb2_grpc.DrafterServicer, Generic[State]):
     async def Stats(
         self, request: common_pb2.StatsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common_pb2.StatsReply:
-        levels = {
+        return common_codec.stats_to_pb({**self.counters(), "open_fds": num_open_files()})
+
+    def counters(self) -> dict[str, int]:
+        """Levels now and totals since the start; may be called from any thread."""
+        return {
             "requests": len(self._table),
             "streams": self._num_streams,
             "context_tokens": self._table.num_context_tokens,
-            "open_fds": num_open_files(),
+            **self._counts,
         }
-        return common_codec.stats_to_pb(levels | self._counts)
 
     async def Run(
         self,
@@ -88,6 +108,9 @@ class DrafterService(drafter_pb2_grpc.DrafterServicer, Generic[State]):
             await abort(context, error)
         except DecodeError:
             await abort(context, InvalidRequest("not a DraftCommand", field="command"))
+        except AssertionError:
+            self._counts["invariant_violations"] += 1
+            raise
         finally:
             self._num_streams -= 1
             self._table.drop_stream(stream)
@@ -109,7 +132,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServicer, Generic[State]):
             self._table.drop_idle()
 
     async def _answer(self, stream: int, batch: DraftBatch) -> DraftBatchDone:
-        started = time.perf_counter()
+        started, started_ns = time.perf_counter(), time.time_ns()
         self._num_batches_running += 1
         self._all_answered.clear()
         try:
@@ -125,7 +148,34 @@ class DrafterService(drafter_pb2_grpc.DrafterServicer, Generic[State]):
         self._counts["drafted"] += sum(len(row.draft_ids) for row in rows)
         self._counts["need_context"] += sum(row.status is DraftStatus.NEED_CONTEXT for row in rows)
         self._counts["invalid_rows"] += sum(row.status is DraftStatus.INVALID for row in rows)
-        return DraftBatchDone(batch.batch_id, rows, draft_us=round((time.perf_counter() - started) * 1e6))
+        done = DraftBatchDone(batch.batch_id, rows, draft_us=round((time.perf_counter() - started) * 1e6))
+        done = self._traced(done, taken, started_ns)
+        self._metrics.answered(batch, done)
+        return done
+
+    def _traced(
+        self, done: DraftBatchDone, taken: list[Held[State] | Refusal], started_ns: int
+    ) -> DraftBatchDone:
+        """With the context of a span of the batch, if a request in it is sampled."""
+        links = [held.trace for held in taken if isinstance(held, Held) and held.trace is not None]
+        if self._spans is None or not links:
+            return done
+        span = batch_span(
+            "draft batch",
+            start_ns=started_ns,
+            end_ns=time.time_ns(),
+            attributes={
+                "specsplit.drafter": self._proposer.name,
+                "specsplit.batch_rows": len(done.rows),
+                "specsplit.drafted": sum(len(row.draft_ids) for row in done.rows),
+                "specsplit.need_context": sum(row.status is DraftStatus.NEED_CONTEXT for row in done.rows),
+                "specsplit.draft_us": done.draft_us,
+                "specsplit.incarnation": self._incarnation.hex(),
+            },
+            links=links,
+        )
+        self._spans.put((span,))
+        return replace(done, traceparent=span.traceparent)
 
     async def _take(self, stream: int, rows: tuple[DraftRow, ...]) -> list[Held[State] | Refusal]:
         taken: list[Held[State] | Refusal] = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from specsplit.core.digest import TokenDigest
+from specsplit.core.trace_context import TraceContext, parse_sampled
 from specsplit.core.types import DraftRow, DraftStatus, RequestId
 from specsplit.drafter.proposer import Opening, Proposer, State
 
@@ -25,6 +26,8 @@ class Held(Generic[State]):
     digest: TokenDigest
     state: State
     last_used: float
+    trace: TraceContext | None
+    """Span of the request at its gateway, when it is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,8 @@ class DraftTable(Generic[State]):
         if digest.value != row.digest:
             return Refusal(DraftStatus.INVALID, "digest: differs from that of new_ids, the whole sequence")
         state = self._proposer.open(Opening(row.new_ids, row.prompt_len, row.sampling))
-        held = Held(row.generation, row.base_len, digest, state, self._clock())
+        trace = parse_sampled(row.traceparent)
+        held = Held(row.generation, row.base_len, digest, state, self._clock(), trace)
         self._held[key] = held
         self.num_context_tokens += row.base_len
         self._evict()

@@ -113,6 +113,8 @@ class Dispatcher:
             "codec_us": sum(replica.codec_ns for replica in replicas) // 1000,
             **self._counters,
         }
+        if self._registry is not None:
+            counters["registry_circuit_open"] = int(self._registry.is_open)
         for index, replica in enumerate(replicas):
             counters[f"replica_{index}_up"] = int(replica.is_up)
             counters[f"replica_{index}_requests"] = replica.num_requests

@@ -9,15 +9,19 @@ import sys
 from collections.abc import Sequence
 
 from specsplit.core.errors import SettingsError, SpecsplitError, Unavailable
+from specsplit.core.metrics import new_registry
 from specsplit.core.serving import GrpcService, join_address
 from specsplit.core.settings import exit_on_settings_error, load_settings
+from specsplit.core.tracing import open_sink
 from specsplit.gateway.api.grpc_api import GatewayServicer
 from specsplit.gateway.api.http_server import HttpServer
 from specsplit.gateway.api.openai_http import create_app
 from specsplit.gateway.dispatcher import Dispatcher
-from specsplit.gateway.records import Reporter
+from specsplit.gateway.metrics import Metrics, show_counters
+from specsplit.gateway.records import Observer, Reporter
 from specsplit.gateway.settings import GatewaySettings
 from specsplit.gateway.text.tokenizer import Tokenizer
+from specsplit.gateway.tracing import Tracing
 from specsplit.v1 import gateway_pb2_grpc
 
 PROG = "specsplit gateway"
@@ -39,14 +43,19 @@ def main(argv: Sequence[str]) -> None:
 async def serve(settings: GatewaySettings) -> None:
     """Serves until a signal; ends the process loudly when the step loop fails."""
     tokenizer = Tokenizer.load(settings.tokenizer)
-    reporter = Reporter(())
+    registry = new_registry("gateway", restarts=settings.restarts)
+    observers: list[Observer] = [Metrics(registry)]
+    sink = open_sink("gateway", settings.trace_file)
+    if sink is not None:
+        observers.append(Tracing(sink, decode=tokenizer.decode if settings.trace_content else None))
+    reporter = Reporter(observers)
     dispatcher = Dispatcher(settings, tokenizer, reporter)
+    show_counters(registry, dispatcher.counters, settings.verifiers)
     service = GrpcService("specsplit.v1.Gateway", settings)
     servicer = GatewayServicer(dispatcher, tokenizer, settings)
     gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, service.server)
-    http = HttpServer(
-        create_app(dispatcher, tokenizer, settings), host=settings.host, port=settings.http_port
-    )
+    app = create_app(dispatcher, tokenizer, settings, metrics=registry)
+    http = HttpServer(app, host=settings.host, port=settings.http_port)
     running = asyncio.ensure_future(dispatcher.run())
     running.add_done_callback(_exit_on_failure)
 
@@ -62,6 +71,9 @@ async def serve(settings: GatewaySettings) -> None:
         await http.stop()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+        reporter.flush()
+        if sink is not None:
+            await asyncio.to_thread(sink.close)
 
     await service.run(start=start, drain=dispatcher.drain, close=close)
 

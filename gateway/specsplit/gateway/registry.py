@@ -40,6 +40,7 @@ class RegistryReader:
             url,
             protocol=2,  # half of the time of 3 for so short an answer
             socket_connect_timeout=timeout_seconds,
+            socket_timeout=None,  # else it sends by `wait_for`, which loses a cancellation in Python 3.11
             retry=Retry(NoBackoff(), 0),
         )
         self._idle: list[_Connection] = []
@@ -66,7 +67,7 @@ class RegistryReader:
         except (TimeoutError, redis.exceptions.TimeoutError):
             await self._failed("registry_lookup_timeouts")
             return None
-        except (redis.RedisError, OSError, ValueError):
+        except Exception:  # a broken server's answers make the client's parser raise just anything
             await self._failed("registry_lookup_errors")
             return None
         finally:
@@ -85,7 +86,7 @@ class RegistryReader:
         self._num_asking += 1
         try:
             if not connection.is_connected:
-                await connection.connect()
+                await connection.connect()  # type: ignore[no-untyped-call]
             arguments = (1, members_key(namespace), namespace_prefix(namespace), blob)
             try:
                 answer = await _command(connection, "EVALSHA", LOOKUP.sha, *arguments)

@@ -26,7 +26,8 @@ class Limits:
 class AdmittedRequest:
     """A request that passed every check: nothing in it can be refused for its values later.
 
-    `k` is the longest draft per step, 0 is off. `stop` holds non-empty strings.
+    `k` is the longest draft per step, 0 is off. `stop` holds non-empty strings. `model` and `is_chat` (the
+    prompt was a conversation) are for those who watch.
     """
 
     request_id: RequestId
@@ -37,6 +38,8 @@ class AdmittedRequest:
     k: int
     trace: TraceContext
     cache_salt: bytes = b""
+    model: str = ""
+    is_chat: bool = False
 
 
 class Generator(Protocol):

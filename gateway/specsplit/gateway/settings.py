@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from specsplit.core.registry.url import RedisUrl
@@ -18,8 +18,18 @@ def _split(value: object) -> object:
     return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
 
+def _unique(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(addresses)) < len(addresses):
+        raise ValueError("must not name an address twice")
+    return addresses
+
+
 Addresses = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(_split), Field(min_length=1)
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    NoDecode,
+    BeforeValidator(_split),
+    AfterValidator(_unique),
+    Field(min_length=1),
 ]
 
 

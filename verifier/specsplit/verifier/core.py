@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specsplit.core.block_hash import root_hash
+from specsplit.core.block_hash import request_root
+from specsplit.core.trace_context import TraceContext
 from specsplit.core.types import (
     CloseRequest,
     Opened,
@@ -62,6 +63,8 @@ class BatchDone:
     sample_us: int = 0
     num_tokens: int = 0
     num_rows: int = 0
+    traces: tuple[TraceContext, ...] = ()
+    """Of the sampled requests in it."""
 
 
 class VerifierCore:
@@ -105,7 +108,7 @@ class VerifierCore:
             )
         if held is not None:
             self._forget(held)
-        root = root_hash(self._namespace, cache_salt=request.cache_salt)
+        root = request_root(self._namespace, cache_salt=request.cache_salt)
         sequence = SequenceState.opened(owner, request, eos_token_ids=self._eos, root=root)
         sequence.block_table = self.pool.match_prefix(
             sequence.block_hashes((sequence.base_len - 1) // BLOCK_SIZE)
@@ -213,6 +216,8 @@ class VerifierCore:
         if not works:
             return []
         done.num_rows = len(works)
+        traces = (self.sequences[work.row.request_id].trace for work in works)
+        done.traces = tuple(trace for trace in traces if trace is not None)
         done.num_tokens = sum(work.row.num_tokens + len(work.row.draft_ids) for work in works)
         started = computed = time.perf_counter()
         try:

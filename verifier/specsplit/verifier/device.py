@@ -26,6 +26,7 @@ from specsplit.core.types import (
 from specsplit.verifier.core import VerifierCore
 from specsplit.verifier.mailbox import EndOfCommands, Mailbox, Waiting
 from specsplit.verifier.sequence import Owner
+from specsplit.verifier.tracing import TracedBatch
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +56,15 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class TurnDone:
-    """Events by stream, in order; the counters after them; hashes that are cached now (or no longer)."""
+    """Events by stream, in order; the counters after them; hashes that are cached now (or no longer).
+
+    `traced` is the batch whose steps are among the events, if a sampled request was in it.
+    """
 
     events: list[tuple[Owner, VerifierEvent | StreamEnded]]
     counters: dict[str, int]
     block_changes: dict[bytes, bool]
+    traced: TracedBatch | None
 
 
 Outcome: TypeAlias = Loaded | TurnDone | Failed
@@ -165,6 +170,7 @@ class _Turns:
         )
         self._told_free: dict[Owner, int] = {}  # what each stream last heard of free blocks
         self._events: list[tuple[Owner, VerifierEvent | StreamEnded]] = []
+        self._traced: TracedBatch | None = None
         self._idle_since: float | None = None  # None while no request is open: that is no gap
         self._is_stopping = False
 
@@ -227,8 +233,10 @@ class _Turns:
         taken = self._mailbox.take_steps()
         if not taken:
             return
-        started = time.perf_counter()
+        started, started_ns = time.perf_counter(), time.time_ns()
         done = self._core.step([(owner, step) for owner, step, _ in taken])
+        if done.traces:
+            self._traced = TracedBatch(done.traces, started_ns, time.time_ns())
         for owner, preempted in done.preempted:
             self._tell(owner, preempted)
         idle = 0.0 if self._idle_since is None else started - self._idle_since
@@ -266,8 +274,8 @@ class _Turns:
             **dict.fromkeys(_ALWAYS_REPORTED, 0),
             **core.counts,
         }
-        self._on_outcome(TurnDone(self._events, counters, core.pool.take_changes()))
-        self._events = []
+        self._on_outcome(TurnDone(self._events, counters, core.pool.take_changes(), self._traced))
+        self._events, self._traced = [], None
 
 
 def _microseconds(seconds: float) -> int:

@@ -13,6 +13,7 @@ from specsplit.core.metrics import new_registry
 from specsplit.core.metrics_http import serve_metrics
 from specsplit.core.serving import GrpcService
 from specsplit.core.settings import exit_on_settings_error, load_settings
+from specsplit.core.tracing import open_sink
 from specsplit.core.types import VerifierDescription
 from specsplit.v1 import verifier_pb2_grpc
 from specsplit.verifier.settings import VerifierSettings
@@ -38,7 +39,6 @@ def main(argv: Sequence[str]) -> None:
 async def _serve(settings: VerifierSettings) -> None:
     # Slow to import: settings that are wrong are told without it. Loading first: it goes before torch.
     from specsplit.verifier.loading import load
-    from specsplit.verifier.metrics import Metrics, show_counters
     from specsplit.verifier.publisher import Publisher
     from specsplit.verifier.service import VerifierService
 
@@ -55,17 +55,20 @@ async def _serve(settings: VerifierSettings) -> None:
         )
 
     registry = new_registry("verifier", restarts=settings.restarts)
+    spans = open_sink("verifier", settings.trace_file)
     service = VerifierService(
         lambda: load(settings),
         max_steps_in_flight=settings.max_steps_in_flight,
         on_failure=lambda: signal.raise_signal(signal.SIGTERM),
         new_publisher=new_publisher if settings.redis_url is not None else None,
-        metrics=Metrics(registry),
+        metrics=registry,
+        spans=spans,
     )
-    show_counters(registry, service.counters)
     verifier_pb2_grpc.add_VerifierServicer_to_server(service, server.server)
     with serve_metrics(registry, host=settings.host, port=settings.metrics_port) as address:
         server.addresses["metrics"] = address
         await server.run(start=service.start, drain=service.drain, close=service.close)
+    if spans is not None:
+        spans.close()
     if service.failure is not None:
         raise SystemExit(1)

@@ -20,7 +20,9 @@ class Asked:
 
     def __init__(self) -> None:
         self._num_tokens: dict[tuple[RequestId, int], int] = {}  # of each Open
-        self._num_drafted: dict[int, dict[tuple[RequestId, int], int]] = {}  # of each row with a draft of each Step
+        self._num_drafted: dict[
+            int, dict[tuple[RequestId, int], int]
+        ] = {}  # by Step, of each row with drafts
 
     def add(self, command: object) -> None:
         match command:
@@ -42,7 +44,10 @@ class Asked:
 
 
 class Metrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, read: Callable[[], Mapping[str, int]]) -> None:
+        """`read` gives the counters of device and publisher as far as they are there, from any thread."""
+        Readings(registry, PREFIX, read, _COUNTERS)
+
         def histogram(name: str, help_text: str, bounds: Sequence[float] = SECONDS) -> Histogram:
             return Histogram(registry, PREFIX + name, help_text, bounds)
 
@@ -89,65 +94,61 @@ class Metrics:
                 self._decided(asked.take_step(event), event.rows)
 
     def _decided(self, num_drafted: Mapping[tuple[RequestId, int], int], rows: Iterable[RowDone]) -> None:
+        num_committed = 0
         for row in rows:
             if row.status is not Status.OK or row.is_replay:  # a verdict counts once
                 continue
-            if row.committed_ids:
-                self._committed.add(count=len(row.committed_ids))
+            num_committed += len(row.committed_ids)
             if drafted := num_drafted.get((row.request_id, row.base_len)):
                 self._drafted.add(length=drafted)
                 self._accepted.add(length=row.num_accepted)
-
-
-def show_counters(registry: CollectorRegistry, read: Callable[[], Mapping[str, int]]) -> None:
-    """What device, service and publisher count anyway; what is not there yet is left out."""
-    Readings(registry, read, _COUNTERS)
+        self._committed.add(count=num_committed)
 
 
 _STATUSES = [status.name.lower() for status in Status]
 _COUNTERS = (
-    Reading("steps", PREFIX + "steps_total", "Steps of all streams."),
-    Reading("batches", PREFIX + "batches_total", "Batches that those steps were merged into."),
+    Reading("steps", "steps_total", "Steps of all streams."),
+    Reading("batches", "batches_total", "Batches that those steps were merged into."),
     *(
-        Reading(f"rows_{status}", PREFIX + "rows_total", "Rows of steps, by verdict.", {"status": status})
+        Reading(f"rows_{status}", "rows_total", "Rows of steps, by verdict.", {"status": status})
         for status in _STATUSES
     ),
     *(
-        Reading(f"opens_{status}", PREFIX + "opens_total", "Opens, by answer.", {"status": status})
+        Reading(f"opens_{status}", "opens_total", "Opens, by answer.", {"status": status})
         for status in _STATUSES
     ),
-    Reading("replays", PREFIX + "replays_total", "Rows that were asked again and told their last verdict."),
-    Reading("preemptions", PREFIX + "preemptions_total", "Requests that lost their KV blocks to others."),
-    Reading("step_failures", PREFIX + "step_failures_total", "Batches that failed; their rows are `internal`."),
-    Reading("total_blocks", PREFIX + "blocks", "KV blocks in all."),
-    Reading("free_blocks", PREFIX + "free_blocks", "KV blocks that no request holds, cached ones included."),
-    Reading("cached_blocks", PREFIX + "cached_blocks", "KV blocks found by the prefix cache, held or not."),
-    Reading("open_requests", PREFIX + "open_requests", "Requests that are open."),
-    Reading("streams", PREFIX + "streams", "Streams of gateways."),
-    Reading("is_draining", PREFIX + "draining", "Whether nothing new is opened, before the process ends."),
-    Reading("registry_connected", PREFIX + "registry_connected", "Whether the registry answered last."),
-    Reading("registry_registered", PREFIX + "registry_registered", "Whether this replica is registered there."),
-    Reading("registry_published_blocks", PREFIX + "registry_blocks", "KV blocks that are to be published."),
-    Reading("registry_pending", PREFIX + "registry_pending_changes", "Changes that were not published yet."),
-    Reading("registry_applies", PREFIX + "registry_applies_total", "Batches of changes sent to the registry."),
-    Reading("registry_snapshots", PREFIX + "registry_snapshots_total", "Whole snapshots sent to it."),
+    Reading("replays", "replays_total", "Rows that were asked again and told their last verdict."),
+    Reading("preemptions", "preemptions_total", "Requests that lost their KV blocks to others."),
+    Reading("step_failures", "step_failures_total", "Batches that failed; their rows are `internal`."),
+    Reading("total_blocks", "blocks", "KV blocks in all."),
+    Reading("free_blocks", "free_blocks", "KV blocks that no request holds, cached ones included."),
+    Reading("cached_blocks", "cached_blocks", "KV blocks found by the prefix cache, held or not."),
+    Reading("open_requests", "open_requests", "Requests that are open."),
+    Reading("streams", "streams", "Streams of gateways."),
+    Reading("is_draining", "draining", "Whether nothing new is opened, before the process ends."),
+    Reading("registry_connected", "registry_connected", "Whether the registry answered last."),
+    Reading("registry_registered", "registry_registered", "Whether this replica is registered there."),
+    Reading("registry_published_blocks", "registry_blocks", "KV blocks that are to be published."),
+    Reading("registry_pending", "registry_pending_changes", "Changes that were not published yet."),
+    Reading("registry_applies", "registry_applies_total", "Batches of changes sent to the registry."),
+    Reading("registry_snapshots", "registry_snapshots_total", "Whole snapshots sent to it."),
     Reading(
         "registry_gaps",
-        PREFIX + "registry_gaps_total",
+        "registry_gaps_total",
         "Times that the registry did not have what was published before; a snapshot follows.",
     ),
     Reading(
-        "registry_registrations", PREFIX + "registry_registrations_total", "Times registered, the first included."
+        "registry_registrations", "registry_registrations_total", "Times registered, the first included."
     ),
     Reading(
         "registry_superseded",
-        PREFIX + "registry_superseded_total",
+        "registry_superseded_total",
         "Times that another process registered under this replica's address.",
     ),
-    Reading("registry_errors", PREFIX + "registry_errors_total", "Attempts that the registry did not answer."),
+    Reading("registry_errors", "registry_errors_total", "Attempts that the registry did not answer."),
     Reading(
         "invariant_violations",
-        PREFIX + "invariant_violations_total",
+        "invariant_violations_total",
         "Broken promises of a peer or of this program; each one is a bug.",
     ),
 )

@@ -13,8 +13,6 @@ import threading
 import time
 from collections import Counter
 
-import redis
-
 from specsplit.core.registry.scripts import Answer, ReplicaState
 from specsplit.core.registry.writer import RegistryWriter, connect
 
@@ -45,10 +43,11 @@ class Publisher:
         )
         self._heartbeat_seconds = ttl_seconds / 3
         self._incarnation = incarnation.hex()
-        self._inbox: queue.SimpleQueue[dict[bytes, bool] | None] = queue.SimpleQueue()  # None only wakes
+        # None only wakes. It holds what changes during one command, or one snapshot: then all is taken out.
+        self._inbox: queue.SimpleQueue[dict[bytes, bool] | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._is_leaving = False
-        self._state = ReplicaState.SERVING
+        self._state = ReplicaState.SERVING  # set by `drain`
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         # All below belongs to the thread.
@@ -61,6 +60,7 @@ class Publisher:
         self._is_connected = False
         self._backoff_seconds = 0.0
         self._next_heartbeat = 0.0
+        self._told_state = ReplicaState.SERVING
 
     def start(self) -> None:
         self._thread.start()
@@ -72,7 +72,6 @@ class Publisher:
     def drain(self) -> None:
         """From now on the registry says that this replica takes no new requests."""
         self._state = ReplicaState.DRAINING
-        self._next_heartbeat = 0.0
         self._inbox.put(None)
 
     def stop(self, *, timeout: float) -> None:
@@ -100,7 +99,9 @@ class Publisher:
                 break
             try:
                 self._publish()
-            except (redis.RedisError, ValueError) as error:  # away, or not what a registry would say
+            except (
+                Exception
+            ) as error:  # a broken server's answers make the client's parser raise just anything
                 self._failed(error)
             else:
                 if not self._is_connected:
@@ -142,9 +143,10 @@ class Publisher:
     def _publish(self) -> None:
         if not self._is_registered and not self._register():
             return
-        if time.monotonic() >= self._next_heartbeat:
-            self._heard(self._writer.heartbeat(self._seq, self._state))
-            self._next_heartbeat = time.monotonic() + self._heartbeat_seconds
+        state = self._state
+        if time.monotonic() >= self._next_heartbeat or state is not self._told_state:
+            self._heard(self._writer.heartbeat(self._seq, state))
+            self._told(state)
         if self._is_registered and self._is_snapshot_due:
             self._seq += 1
             self._counts["snapshots"] += 1
@@ -165,15 +167,21 @@ class Publisher:
         if self._counts["registrations"] and expected not in ("", self._incarnation):
             self._superseded()
             return False
-        if not self._writer.register(expected=expected, state=self._state):
-            return False  # somebody else was quicker: see who it is next time
+        state = self._state
+        if not self._writer.register(expected=expected, state=state):
+            self._back_off()  # somebody else was quicker: see who it is next time
+            return False
         self._counts["registrations"] += 1
         self._is_registered, self._was_superseded = True, False
         self._seq = 0
-        self._next_heartbeat = time.monotonic() + self._heartbeat_seconds
+        self._told(state)
         self._pending = {}
         self._is_snapshot_due = bool(self._blocks)
         return True
+
+    def _told(self, state: ReplicaState) -> None:
+        self._told_state = state
+        self._next_heartbeat = time.monotonic() + self._heartbeat_seconds
 
     def _heard(self, answer: Answer) -> None:
         match answer:
@@ -205,7 +213,7 @@ class Publisher:
         """What was sent may have been done or not: a snapshot settles it."""
         self._counts["errors"] += 1
         if self._is_connected or self._counts["errors"] == 1:  # once, not at each attempt
-            log.warning("the registry does not answer: %s", error)
+            log.warning("the registry does not answer: %r", error)
         self._is_connected = False
         self._snapshot_is_due()
         self._back_off()
@@ -215,5 +223,5 @@ class Publisher:
             if self._is_registered:
                 self._writer.leave()
             self._client.close()
-        except redis.RedisError as error:
-            log.warning("could not leave the registry: %s", error)
+        except Exception as error:
+            log.warning("could not leave the registry: %r", error)

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from specsplit.core.block_hash import child_hash
 from specsplit.core.digest import TokenDigest
+from specsplit.core.trace_context import TraceContext, parse_sampled
 from specsplit.core.types import (
     FinishReason,
     OpenRequest,
@@ -63,6 +64,8 @@ class SequenceState:
     digest: TokenDigest
     chain: list[bytes]
     """Hash that goes before the first block, then that of each full block hashed so far."""
+    trace: TraceContext | None
+    """Span of the request at its gateway, when it is sampled."""
     block_table: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0
     num_computed: int = 0
@@ -86,6 +89,7 @@ class SequenceState:
             ids=ids,
             digest=TokenDigest(ids),
             chain=[root],
+            trace=parse_sampled(request.traceparent),
         )
 
     @property

@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from specsplit.core.codec import common, verifier
 from specsplit.core.errors import InvalidRequest, Overloaded, SpecsplitError, Unavailable
 from specsplit.core.serving import abort
+from specsplit.core.tracing import SpanSink
 from specsplit.core.types import Step, StepDone, VerifierDescription, VerifierEvent
 from specsplit.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from specsplit.verifier.device import Device, Failed, Loaded, Outcome, StreamEnded, TurnDone
@@ -27,6 +28,7 @@ from specsplit.verifier.mailbox import EndOfCommands
 from specsplit.verifier.metrics import Asked, Metrics
 from specsplit.verifier.publisher import Publisher
 from specsplit.verifier.sequence import Owner
+from specsplit.verifier.tracing import span_of
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,8 @@ class _Stream:
 class VerifierService(verifier_pb2_grpc.VerifierServicer):
     """`load` runs on the device thread; `on_failure` is called when that thread ends after it was ready.
 
-    `new_publisher`, if there is one, makes the publisher of what the loaded verifier caches.
+    `new_publisher`, if there is one, makes the publisher of what the loaded verifier caches; the service's
+    metrics are registered in `metrics`, and its spans go to `spans`.
     """
 
     def __init__(
@@ -53,17 +56,19 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
         max_steps_in_flight: int,
         on_failure: Callable[[], None],
         new_publisher: Callable[[VerifierDescription], Publisher] | None = None,
-        metrics: Metrics | None = None,
+        metrics: CollectorRegistry | None = None,
+        spans: SpanSink | None = None,
     ) -> None:
         self.failure: Exception | None = None
         self._max_steps_in_flight = max_steps_in_flight
         self._on_failure = on_failure
         self._new_publisher = new_publisher
-        self._metrics = metrics or Metrics(CollectorRegistry())
         self._publisher: Publisher | None = None
         self._streams: dict[Owner, _Stream] = {}
         self._owners = itertools.count(1)
         self._counters: dict[str, int] = {}
+        self._metrics = Metrics(metrics or CollectorRegistry(), self.counters)
+        self._spans = spans
         self._is_drained = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._description: asyncio.Future[VerifierDescription] = loop.create_future()
@@ -110,15 +115,27 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
                     self._publisher.put(outcome.block_changes)
                 if steps := [event for _, event in outcome.events if isinstance(event, StepDone)]:
                     self._metrics.batch(steps[0])
-                for owner, event in outcome.events:
+                for owner, event in self._traced(outcome):
                     if stream := self._streams.get(owner):  # else the client left meanwhile
-                        self._metrics.answered(stream.asked, event)
                         stream.num_steps_in_flight -= isinstance(event, StepDone)
                         stream.events.put_nowait(event)
+                        self._metrics.answered(stream.asked, event)
                 if outcome.counters["is_draining"] and not outcome.counters["open_requests"]:
                     self._is_drained.set()
             case Failed():
                 self._fail(outcome.error)
+
+    def _traced(self, outcome: TurnDone) -> list[tuple[Owner, VerifierEvent | StreamEnded]]:
+        """The events, with the context of a span of the batch if a sampled request was in it."""
+        if self._spans is None or outcome.traced is None:
+            return outcome.events
+        steps = [event for _, event in outcome.events if isinstance(event, StepDone)]
+        span = span_of(outcome.traced, steps, incarnation=self._description.result().incarnation)
+        self._spans.put((span,))
+        return [
+            (owner, replace(event, traceparent=span.traceparent) if isinstance(event, StepDone) else event)
+            for owner, event in outcome.events
+        ]
 
     def _fail(self, error: Exception) -> None:
         self.failure = error
@@ -170,7 +187,6 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
         try:
             async for pb in commands:
                 command = verifier.command_from_pb(pb)
-                stream.asked.add(command)
                 if isinstance(command, Step):
                     stream.num_steps_in_flight += 1
                     if stream.num_steps_in_flight > self._max_steps_in_flight:
@@ -179,6 +195,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServicer):
                             field="max_steps_in_flight",
                         )
                 self._device.submit(owner, command)
+                stream.asked.add(command)
             self._device.submit(owner, EndOfCommands())
         except SpecsplitError as error:
             stream.events.put_nowait(error)

@@ -35,7 +35,7 @@ class VerifierSettings(ListenSettings):
     num_blocks: int | None = Field(default=None, ge=1)
     """KV blocks of 16 tokens; by default 20 % of the free memory, on CUDA 85 % of what the model leaves."""
     verifiers_here: int = Field(default=1, ge=1)
-    """Verifiers on this machine, this one included: by default each takes that part of the memory for blocks."""
+    """Verifiers on this machine, this one included: each takes its part of the memory for blocks."""
     max_sequence_tokens: int | None = Field(default=None, ge=2)
     """Longest sequence, prompt and output together; by default what the model and the blocks allow."""
     max_step_tokens: int = Field(default=2048, ge=1)

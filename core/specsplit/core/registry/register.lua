@@ -1,9 +1,9 @@
 -- Takes the name of a replica for an incarnation, if the name is held by the one expected ('' for nobody).
 -- KEYS: members, replica    ARGV: prefix, name, incarnation, expected, address, state, ttl ms
--- Answers OK, or TAKEN and the incarnation that holds the name.
+-- Answers OK or TAKEN.
 local held = redis.call('HGET', KEYS[2], 'incarnation') or ''
 if held ~= ARGV[4] then
-  return {'TAKEN', held}
+  return 'TAKEN'
 end
 if held ~= '' then
   redis.call('UNLINK', ARGV[1] .. 'b:' .. ARGV[2] .. ':' .. held, KEYS[2])
@@ -14,4 +14,4 @@ redis.call('SADD', KEYS[1], ARGV[2])
 if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[7]) then -- others may live longer
   redis.call('PEXPIRE', KEYS[1], ARGV[7])
 end
-return {'OK'}
+return 'OK'

@@ -1,7 +1,7 @@
 """One replica's side of the registry: each method is one round trip. Knows no threads and when to do what.
 
-Every method raises redis.RedisError when the server does not answer as it should, and may then have been done
-or not.
+Every method raises redis.RedisError when the server does not answer, ValueError when it does not answer as a
+registry, and may then have been done or not.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def connect(url: str, *, timeout_seconds: float) -> redis.Redis:
     """A client that gives up after `timeout_seconds` and does not try again; connects when first used."""
     return redis.Redis.from_url(
         url,
+        protocol=2,
         socket_timeout=timeout_seconds,
         socket_connect_timeout=timeout_seconds,
         retry=Retry(NoBackoff(), 0),
@@ -76,7 +77,12 @@ class RegistryWriter:
             [keys.members, keys.replica],
             [keys.prefix, keys.name, self._incarnation, expected, self._address, state.value, self._ttl_ms],
         )
-        return bool(answer[0] == b"OK")
+        match answer:
+            case b"OK":
+                return True
+            case b"TAKEN":
+                return False
+        raise ValueError(f"not an answer to register: {answer!r:.100}")
 
     def apply(self, seq: int, *, added: list[bytes], removed: list[bytes]) -> Answer:
         keys = self._keys

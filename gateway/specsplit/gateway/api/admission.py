@@ -88,6 +88,8 @@ def admit(
         k=k,
         cache_salt=cache_salt,
         trace=start_span(traceparent, ratio=trace_ratio),
+        model=model.id,
+        is_chat=prompt_field == "messages",
     )
 
 

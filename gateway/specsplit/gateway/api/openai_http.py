@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -39,8 +42,16 @@ from specsplit.gateway.text.tokenizer import Tokenizer
 BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
 
 
-def create_app(generator: Generator, tokenizer: Tokenizer, settings: GatewaySettings) -> Starlette:
+def create_app(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    settings: GatewaySettings,
+    *,
+    metrics: CollectorRegistry | None = None,
+) -> Starlette:
+    """`metrics` are served at /metrics where they are given."""
     api = _OpenAIHttp(generator, tokenizer, settings)
+    routes = [] if metrics is None else [Route("/metrics", partial(_metrics, metrics), methods=["GET"])]
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
@@ -51,6 +62,7 @@ def create_app(generator: Generator, tokenizer: Tokenizer, settings: GatewaySett
             Route("/detokenize", api.detokenize, methods=["POST"]),
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.ready, methods=["GET"]),
+            *routes,
         ],
         exception_handlers={
             SpecsplitError: http_errors.on_specsplit_error,
@@ -203,6 +215,11 @@ class _OpenAIHttp:
             "owned_by": "specsplit",
             "max_model_len": model.max_sequence_tokens,
         }
+
+
+async def _metrics(registry: CollectorRegistry, request: Request) -> Response:
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(registry), headers={"content-type": content_type})
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:
