@@ -295,3 +295,22 @@ def test_the_scripts_are_part_of_the_package() -> None:
     source = "from specsplit.core.registry.scripts import LOOKUP; print(len(LOOKUP.source))"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd="/", check=True)
     assert int(done.stdout) > 100
+
+
+def test_what_no_replica_wrote_spoils_no_lookup_and_no_overview(client: redis.Redis) -> None:
+    joined(client)
+    prefix = namespace_prefix(NAMESPACE)
+    client.sadd(members_key(NAMESPACE), "text", "odd", "bare", b"\xff\xfe", "list")
+    client.hset(f"{prefix}r:odd", mapping={"incarnation": "zz", "seq": "1", "blocks": "1"})
+    client.hset(f"{prefix}r:bare", mapping={"incarnation": "ab" * 16})
+    client.hset(prefix.encode() + b"r:\xff\xfe", mapping={"incarnation": "cd" * 16})
+    client.set(f"{prefix}r:text", "x")
+    client.set(f"{prefix}b:bare:{'ab' * 16}", "x")
+    client.sadd("kv:{zz}:reps", "a")
+    client.set("kv:{aa}:reps", "x")
+    answer: Any = client.eval(
+        LOOKUP.source, 1, members_key(NAMESPACE), namespace_prefix(NAMESPACE), b"".join(chain(10))
+    )
+    assert parse_lookup(answer)[b"1" * 16] == 10
+    assert set(parse_lookup(answer).values()) == {0, 10}
+    assert [replica.name for replica in read_replicas(client)[NAMESPACE]] == ["a:1"]

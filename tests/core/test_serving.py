@@ -19,7 +19,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specsplit.core.errors import InvalidRequest, ModelNotFound, SpecsplitError
-from specsplit.core.serving import GrpcService, ListenSettings, abort, num_open_files, open_channel
+from specsplit.core.serving import (
+    GrpcService,
+    ListenSettings,
+    abort,
+    join_address,
+    num_open_files,
+    open_channel,
+)
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -179,6 +186,13 @@ def test_every_error_has_a_real_grpc_status() -> None:
     for kind in family(SpecsplitError):
         assert grpc.StatusCode[kind.grpc_status]
         assert 400 <= kind.http_status < 600
+
+
+@pytest.mark.parametrize(
+    ("host", "joined"), [("127.0.0.1", "127.0.0.1:80"), ("a.example", "a.example:80"), ("::1", "[::1]:80")]
+)
+def test_an_ipv6_address_is_joined_in_brackets(host: str, joined: str) -> None:
+    assert join_address(host, 80) == joined
 
 
 def test_open_files_are_counted() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from stack_harness import Client, Result, Stack, assert_same_output
@@ -157,3 +160,28 @@ async def test_killing_one_verifier_changes_no_text(two_verifiers: Stack) -> Non
         "a request that began at one and ended at the other",
     )
     assert two_verifiers.stats("gateway")["invariant_violations"] == 0
+
+
+def test_status_shows_both_and_what_they_hold(two_verifiers: Stack) -> None:
+    two_verifiers.wait_published()
+    done = subprocess.run(
+        [sys.executable, "-m", "specsplit.cli", "status", "--dir", str(two_verifiers.folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "COLUMNS": "250"},
+    )
+    for name in ("redis-0", "drafter-0", "verifier-0", "verifier-1", "gateway-0"):
+        assert name in done.stdout
+    stats = two_verifiers.stats("gateway")
+    for index in range(2):
+        address = two_verifiers.address("verifier", index)
+        rows = [re.findall(r"[\w.:]+", line) for line in done.stdout.splitlines() if address in line]
+        _, routing, registered = rows
+        assert routing[4:] == [
+            str(stats[f"replica_{index}_{what}"])
+            for what in ("prompt_tokens", "predicted_cached_tokens", "cached_tokens")
+        ]
+        held = two_verifiers.replicas()[address]
+        assert registered[1:5] == [address, held.incarnation.hex()[:8], "serving", str(held.num_blocks)]

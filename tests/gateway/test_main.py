@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from specsplit.core.settings import load_settings
 from specsplit.gateway.main import main
+from specsplit.gateway.settings import GatewaySettings
 
 
 @pytest.fixture
@@ -39,3 +41,36 @@ def test_a_folder_without_a_tokenizer_is_said_in_one_line(
     assert caught.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("specsplit gateway: error: no tokenizer.json in")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "what"),
+    [
+        ("--verifiers", "a:1,a:1", "must not name an address twice"),
+        ("--verifiers", "nocolon", "verifiers.0"),
+        ("--verifiers", "a:1,,b:2", "verifiers.1"),
+        ("--drafter", "host:port", "drafter"),
+        ("--redis-url", "host:6379", "redis_url"),
+        ("--redis-url", "unix://", "redis_url"),
+        ("--trace-ratio", "2", "trace_ratio"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str, what: str
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["--tokenizer", "/", flag, value])
+    assert refused.value.code == 2
+    assert what in capsys.readouterr().err
+
+
+def test_several_verifiers_come_from_flag_variable_and_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "gateway.toml"
+    config.write_text('tokenizer = "/"\nverifiers = ["e:5", "[::1]:6"]\n')
+    assert load_settings(GatewaySettings, ["--config", str(config)], prog="x").verifiers == ("e:5", "[::1]:6")
+    monkeypatch.setenv("SPECSPLIT_GATEWAY_VERIFIERS", "c:3, d:4")
+    assert load_settings(GatewaySettings, ["--tokenizer", "/"], prog="x").verifiers == ("c:3", "d:4")
+    flags = ["--tokenizer", "/", "--verifiers", "a:1,b:2"]
+    assert load_settings(GatewaySettings, flags, prog="x").verifiers == ("a:1", "b:2")

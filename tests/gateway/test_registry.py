@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
@@ -12,7 +13,7 @@ from redis_server import RedisServer, free_port, programs, slow_proxy
 
 from specsplit.core.registry.scripts import ReplicaState
 from specsplit.core.registry.writer import RegistryWriter
-from specsplit.gateway.registry import MAX_FAILURES, RegistryReader
+from specsplit.gateway.registry import MAX_FAILURES, MIN_OPEN_SECONDS, RegistryReader
 
 NAMESPACE = b"12345678"
 HASHES = [n.to_bytes(16, "big") for n in range(50)]
@@ -157,3 +158,25 @@ async def test_nobody_listening_and_nobody_answering() -> None:
         assert await reader.lookup(NAMESPACE, HASHES) is None
         assert counters["registry_lookup_timeouts"] == 1
     silent.close()
+
+
+async def test_a_burst_of_failures_is_one_reason_to_wait_a_second(server: RedisServer) -> None:
+    async with (
+        slow_proxy(server.url, delay_seconds=0.2) as url,
+        reading(url, timeout_seconds=0.02) as (reader, counters),
+    ):
+        found = await asyncio.gather(*(reader.lookup(NAMESPACE, HASHES) for _ in range(32)))
+        assert found == [None] * 32
+        assert reader._breaker._open_seconds == MIN_OPEN_SECONDS
+        assert counters["registry_lookup_timeouts"] == 32
+
+
+async def test_an_answer_that_came_while_the_loop_was_held_up_counts(server: RedisServer) -> None:
+    async with reading(server.url, timeout_seconds=0.1) as (reader, counters):
+        assert await reader.lookup(NAMESPACE, HASHES) == FOUND
+        asking = asyncio.ensure_future(reader.lookup(NAMESPACE, HASHES))
+        await asyncio.sleep(0)  # it starts
+        await asyncio.sleep(0)  # the question is sent
+        time.sleep(0.3)  # noqa: ASYNC251  (as a step with many rows does)
+        assert await asking == FOUND
+        assert counters["registry_lookup_timeouts"] == 0

@@ -55,6 +55,8 @@ def published(server: RedisServer) -> set[bytes] | None:
         with server.client() as client:
             held: Any = client.hgetall(KEYS.replica)
             members: Any = client.smembers(KEYS.blocks)
+            if client.smembers(KEYS.members) != {b"v:1"}:
+                return None
     except redis.RedisError:
         return None
     if not held or held[b"incarnation"].decode() != INCARNATION.hex() or int(held[b"blocks"]) != len(members):
@@ -132,7 +134,35 @@ def run_out_of_memory(server: RedisServer, publisher: Publisher) -> None:
 
 
 QUICK = [flush, flush_scripts, restart, lose_replica, lose_set, lose_a_block, go_back]
-DISTURBANCES = [*QUICK, freeze_for_long, run_out_of_memory]
+
+
+def lose_seq(server: RedisServer, publisher: Publisher) -> None:
+    with server.client() as client:
+        client.hdel(KEYS.replica, "seq")
+
+
+def break_seq(server: RedisServer, publisher: Publisher) -> None:
+    with server.client() as client:
+        client.hset(KEYS.replica, "seq", "abc")
+
+
+def change_type(key: str) -> Callable[[RedisServer, Publisher], None]:
+    def change(server: RedisServer, publisher: Publisher) -> None:
+        with server.client() as client:
+            client.set(key, "x")
+
+    change.__name__ = f"change_type_{key[-20:]}"
+    return change
+
+
+DISTURBANCES = [
+    lose_seq,
+    break_seq,
+    *(change_type(key) for key in (KEYS.members, KEYS.replica, KEYS.blocks)),
+    *QUICK,
+    freeze_for_long,
+    run_out_of_memory,
+]
 
 
 @pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda disturb: disturb.__name__)

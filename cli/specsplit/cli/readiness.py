@@ -38,11 +38,6 @@ async def _is_grpc_ready(channel: grpc.aio.Channel, service: str) -> bool:
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def is_grpc_ready(address: str, service: str) -> bool:
-    async with open_channel(address) as channel:
-        return await _is_grpc_ready(channel, service)
-
-
 async def wait_redis_ready(socket: Path) -> None:
     """Returns once the server at that unix socket answers a PING."""
     while not await _is_redis_ready(socket):  # noqa: ASYNC110
@@ -65,13 +60,8 @@ async def _is_redis_ready(socket: Path) -> bool:
 
 async def wait_http_ready(address: str, path: str) -> None:
     """Returns once a GET of `path` is answered with 200."""
-    while not await asyncio.to_thread(is_http_ready, address, path):  # noqa: ASYNC110
+    while await asyncio.to_thread(_http_status, address, path) != 200:  # noqa: ASYNC110
         await asyncio.sleep(_POLL_SECONDS)
-
-
-def is_http_ready(address: str, path: str) -> bool:
-    """Whether a GET of `path` is answered with 200."""
-    return _http_status(address, path) == 200
 
 
 def _http_status(address: str, path: str) -> int | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from specsplit.cli import registry_server
 from specsplit.cli.serve_settings import NO_REGISTRY, ServeSettings
 from specsplit.cli.stack import Plan, bring_up
-from specsplit.cli.supervisor import FolderInUse, Supervisor
+from specsplit.cli.supervisor import FolderUnusable, Supervisor
 from specsplit.core.errors import SettingsError
 from specsplit.core.serving import join_address
 from specsplit.core.settings import exit_on_settings_error, load_settings
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         raise AssertionError("exited") from error
     try:
         return asyncio.run(_serve(settings, folder, program))
-    except FolderInUse as error:
+    except FolderUnusable as error:
         print(f"{_PROG}: error: {error}", file=sys.stderr)
         return 1
 
@@ -64,7 +64,10 @@ def _fresh_folder() -> Path:
 
 def _refuse_taken_port(host: str, port: int, field: str) -> None:
     """A taken port is the user's to solve: said before a model is loaded, not by a child that keeps dying."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise SettingsError(f"host: {host}: {error.strerror}", field="host") from error
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

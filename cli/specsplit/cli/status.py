@@ -12,13 +12,13 @@ from typing import Any
 
 import grpc
 import redis
-from redis.connection import parse_url
 
 from specsplit.cli import registry_server
 from specsplit.cli.serve import state_folder
 from specsplit.cli.status_tables import Registry, Service, show
 from specsplit.core.codec.common import stats_from_pb
 from specsplit.core.registry.overview import read_replicas
+from specsplit.core.registry.url import checked
 from specsplit.core.registry.writer import connect
 from specsplit.core.serving import open_channel
 from specsplit.v1 import common_pb2, drafter_pb2_grpc, gateway_pb2_grpc, verifier_pb2_grpc
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     redis_url: str | None = None
     if options.redis_url is not None:
         try:
-            parse_url(options.redis_url)  # type: ignore[no-untyped-call]
+            checked(options.redis_url)
         except ValueError as error:
             parser.error(f"--redis-url: {error}")
     try:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from specsplit.core.registry.overview import RegisteredReplica
 
-_OF_A_REPLICA = ("up", "requests", "free_blocks", "predicted_cached_tokens", "cached_tokens")
+_OF_A_REPLICA = ("up", "requests", "free_blocks", "prompt_tokens", "predicted_cached_tokens", "cached_tokens")
 _Counters = Mapping[str, int]
 
 
@@ -68,16 +68,16 @@ def _services(services: Sequence[Service], counters: Sequence[_Counters | None])
 
 
 def _routing(gateway: str, verifiers: Sequence[str], counted: _Counters) -> Table:
-    """Where the gateway sent requests, and the prompt tokens that it expected, and found, cached there."""
+    """What the gateway sent where, and how many of the prompt tokens it expected, and found, cached there."""
     routed = ", ".join(f"{counted.get(f'routed_by_{by}', 0)} by {by}" for by in ("registry", "memory"))
     table = Table(
-        *("replica", "up", "requests", "free blocks", "hits predicted", "hits real"),
-        title=f"{gateway}: {counted.get('prompt_tokens', 0)} prompt tokens; routed {routed}",
+        *("replica", "up", "requests", "free blocks", "prompt tokens", "hits predicted", "hits real"),
+        title=f"{gateway}: routed {routed}",
     )
     num_replicas = sum(name.startswith("replica_") and name.endswith("_up") for name in counted)
     for index in range(num_replicas):
         name = verifiers[index] if len(verifiers) == num_replicas else f"verifier {index}"
-        table.add_row(name, *(str(counted[f"replica_{index}_{what}"]) for what in _OF_A_REPLICA))
+        table.add_row(name, *(str(counted.get(f"replica_{index}_{what}", "?")) for what in _OF_A_REPLICA))
     return table
 
 

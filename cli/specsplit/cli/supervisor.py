@@ -22,8 +22,8 @@ EXIT_FAILED = 1
 EXIT_FORCED = 130
 
 
-class FolderInUse(Exception):
-    """Another supervisor lives in the folder."""
+class FolderUnusable(Exception):
+    """The folder cannot be made or written, or another supervisor lives in it."""
 
 
 class Supervisor:
@@ -41,12 +41,15 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._is_forced = False
         self._failures: list[BaseException] = []  # the first one counts
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / "lock").open("w")
+        try:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / "lock").open("w")
+        except OSError as error:
+            raise FolderUnusable(f"dir: {folder}: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise FolderInUse(f"{folder} is in use by another supervisor") from None
+            raise FolderUnusable(f"{folder} is in use by another supervisor") from None
 
     def start(self, spec: ServiceSpec) -> Child:
         """Starts a service and keeps it running."""

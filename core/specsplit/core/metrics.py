@@ -30,15 +30,25 @@ SECONDS = (
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def new_registry(service: str, *, restarts: int) -> CollectorRegistry:
+def new_registry(
+    service: str, *, restarts: int, dropped_spans: Callable[[], int] = lambda: 0
+) -> CollectorRegistry:
     """A registry with what every process has; `service` is part of all names that are the project's own."""
     registry = CollectorRegistry(auto_describe=True)  # two metrics of one name are refused
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     build = Info("specsplit_build", "The running program.", registry=registry)
     build.info({"service": service, "version": version("specsplit")})
-    again = Reading("", "restarts_total", "Times that a supervisor has started this service again.")
-    Readings(registry, f"specsplit_{service}_", lambda: {"": restarts}, [again])
+    readings = (
+        Reading("restarts", "restarts_total", "Times that a supervisor has started this service again."),
+        Reading("dropped", "dropped_spans_total", "Spans of traces that were lost: too many, or not taken."),
+    )
+    Readings(
+        registry,
+        f"specsplit_{service}_",
+        lambda: {"restarts": restarts, "dropped": dropped_spans()},
+        readings,
+    )
     return registry
 
 

@@ -110,6 +110,10 @@ class SpanSink:
             log.warning("tracing: %d spans lost so far; now: %s", self.num_dropped, error)
 
 
+def num_dropped(sink: SpanSink | None) -> int:
+    return 0 if sink is None else sink.num_dropped
+
+
 def open_sink(role: str, trace_file: Path | None) -> SpanSink | None:
     """To a collector if the environment names one, else to the file; without either no span need be made.
 

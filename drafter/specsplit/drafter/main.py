@@ -6,13 +6,14 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from specsplit.core.errors import SettingsError, SpecsplitError
 from specsplit.core.metrics import new_registry
 from specsplit.core.metrics_http import serve_metrics
 from specsplit.core.serving import GrpcService
 from specsplit.core.settings import exit_on_settings_error, load_settings
-from specsplit.core.tracing import open_sink
+from specsplit.core.tracing import num_dropped, open_sink
 from specsplit.drafter.ngram import NgramProposer
 from specsplit.drafter.proposer import Proposer, State
 from specsplit.drafter.service import SERVICE_NAME, DrafterService
@@ -37,8 +38,8 @@ def main(argv: Sequence[str]) -> None:
 
 async def serve(proposer: Proposer[State], settings: DrafterSettings) -> None:
     """Serves `proposer` until SIGTERM or SIGINT."""
-    registry = new_registry("drafter", restarts=settings.restarts)
     spans = open_sink("drafter", settings.trace_file)
+    registry = new_registry("drafter", restarts=settings.restarts, dropped_spans=partial(num_dropped, spans))
     drafter = DrafterService(
         proposer,
         max_context_tokens=settings.max_context_tokens,

@@ -119,7 +119,7 @@ class Dispatcher:
             counters[f"replica_{index}_up"] = int(replica.is_up)
             counters[f"replica_{index}_requests"] = replica.num_requests
             counters[f"replica_{index}_free_blocks"] = replica.free_blocks
-            for name in ("cached_tokens", "predicted_cached_tokens"):
+            for name in ("prompt_tokens", "cached_tokens", "predicted_cached_tokens"):
                 counters[f"replica_{index}_{name}"] = replica.counters[name]
         return counters
 

@@ -7,12 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from specsplit.core.errors import SettingsError, SpecsplitError, Unavailable
 from specsplit.core.metrics import new_registry
 from specsplit.core.serving import GrpcService, join_address
 from specsplit.core.settings import exit_on_settings_error, load_settings
-from specsplit.core.tracing import open_sink
+from specsplit.core.tracing import num_dropped, open_sink
 from specsplit.gateway.api.grpc_api import GatewayServicer
 from specsplit.gateway.api.http_server import HttpServer
 from specsplit.gateway.api.openai_http import create_app
@@ -43,9 +44,9 @@ def main(argv: Sequence[str]) -> None:
 async def serve(settings: GatewaySettings) -> None:
     """Serves until a signal; ends the process loudly when the step loop fails."""
     tokenizer = Tokenizer.load(settings.tokenizer)
-    registry = new_registry("gateway", restarts=settings.restarts)
-    observers: list[Observer] = [Metrics(registry)]
     sink = open_sink("gateway", settings.trace_file)
+    registry = new_registry("gateway", restarts=settings.restarts, dropped_spans=partial(num_dropped, sink))
+    observers: list[Observer] = [Metrics(registry)]
     if sink is not None:
         observers.append(Tracing(sink, decode=tokenizer.decode if settings.trace_content else None))
     reporter = Reporter(observers)

@@ -22,7 +22,10 @@ from specsplit.core.registry.scripts import LOOKUP, members_key, namespace_prefi
 MAX_FAILURES = 3  # in a row, before the circuit opens
 MIN_OPEN_SECONDS = 1.0
 MAX_OPEN_SECONDS = 10.0
-_MAX_CONNECTIONS = 16  # lookups at once; more are not waited for
+_NUM_CONNECTIONS = (
+    2  # connecting takes 2 ms of the loop's time: a burst of lookups must not connect anew each
+)
+_MAX_WAITING = 64  # lookups at once; half a millisecond each on those connections
 
 _Connection = redis.asyncio.connection.AbstractConnection
 
@@ -42,8 +45,10 @@ class RegistryReader:
             socket_connect_timeout=timeout_seconds,
             socket_timeout=None,  # else it sends by `wait_for`, which loses a cancellation in Python 3.11
             retry=Retry(NoBackoff(), 0),
+            driver_info=None,  # saves telling it at connecting
         )
         self._idle: list[_Connection] = []
+        self._free = asyncio.Semaphore(_NUM_CONNECTIONS)
         self._num_asking = 0
         self._breaker = _Breaker()
 
@@ -55,22 +60,25 @@ class RegistryReader:
     async def lookup(self, namespace: bytes, hashes: Sequence[bytes]) -> dict[bytes, int] | None:
         """How many of the leading blocks `hashes` each incarnation holds; None without an answer in time."""
         now = time.monotonic()
-        if not self._breaker.may_ask(now) or self._num_asking == _MAX_CONNECTIONS:
+        if not self._breaker.may_ask(now) or self._num_asking == _MAX_WAITING:
             self._counters["registry_lookup_skipped"] += 1
             return None
-        self._breaker.asks(now)
+        era = self._breaker.asks(now)
         start = time.perf_counter_ns()
+        asking = asyncio.ensure_future(self._ask(namespace, b"".join(hashes)))
         try:
-            async with asyncio.timeout(self._timeout_seconds):
-                answer = await self._ask(namespace, b"".join(hashes))
-            found = parse_lookup(answer)
-        except (TimeoutError, redis.exceptions.TimeoutError):
-            await self._failed("registry_lookup_timeouts")
-            return None
-        except Exception:  # a broken server's answers make the client's parser raise just anything
-            await self._failed("registry_lookup_errors")
+            # Unlike a time-out that cancels, this takes an answer that came while the loop was held up.
+            await asyncio.wait((asking,), timeout=self._timeout_seconds)
+            if not asking.done():
+                await self._failed("registry_lookup_timeouts", era)
+                return None
+            found = parse_lookup(asking.result())
+        except Exception as error:  # a broken server's answers make the client's parser raise just anything
+            is_late = isinstance(error, TimeoutError | redis.exceptions.TimeoutError)
+            await self._failed(f"registry_lookup_{'timeouts' if is_late else 'errors'}", era)
             return None
         finally:
+            asking.cancel()
             self._counters["registry_lookup_us"] += (time.perf_counter_ns() - start) // 1000
         self._counters["registry_lookups"] += 1
         self._breaker.answered()
@@ -80,10 +88,18 @@ class RegistryReader:
         await self._drop_idle()
 
     async def _ask(self, namespace: bytes, blob: bytes) -> Any:
-        """On a connection of its own, kept only if the whole answer was read: no late one meets the next."""
-        connection = self._idle.pop() if self._idle else self._new_connection()
-        is_done = False
+        """On a connection kept only if the whole answer was read: no late one meets the next question."""
         self._num_asking += 1
+        try:
+            async with self._free:
+                return await self._ask_on(
+                    self._idle.pop() if self._idle else self._new_connection(), namespace, blob
+                )
+        finally:
+            self._num_asking -= 1
+
+    async def _ask_on(self, connection: _Connection, namespace: bytes, blob: bytes) -> Any:
+        is_done = False
         try:
             if not connection.is_connected:
                 await connection.connect()  # type: ignore[no-untyped-call]
@@ -95,7 +111,6 @@ class RegistryReader:
             is_done = True
             return answer
         finally:
-            self._num_asking -= 1
             if is_done:
                 self._idle.append(connection)
             else:
@@ -105,10 +120,10 @@ class RegistryReader:
         connection: _Connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
         return connection
 
-    async def _failed(self, counter: str) -> None:
+    async def _failed(self, counter: str, era: int) -> None:
         """The server may be another one now: connections made before are not used again."""
         self._counters[counter] += 1
-        self._breaker.failed(time.monotonic())
+        self._breaker.failed(time.monotonic(), era)
         await self._drop_idle()
 
     async def _drop_idle(self) -> None:
@@ -124,26 +139,31 @@ class _Breaker:
         self._num_failures = 0
         self._open_seconds = MIN_OPEN_SECONDS
         self._open_until = 0.0
+        self._era = 0  # ends when the circuit opens: questions of before say nothing new by failing
 
     def may_ask(self, now: float) -> bool:
         return self._num_failures < MAX_FAILURES or now >= self._open_until
 
-    def asks(self, now: float) -> None:
-        """While open, the one who asks keeps the others waiting."""
+    def asks(self, now: float) -> int:
+        """Returns the era, to be named with a failure. While open, who asks keeps the others waiting."""
         if self._num_failures >= MAX_FAILURES:
             self._open_until = now + self._open_seconds
+        return self._era
 
     def answered(self) -> None:
         self._num_failures = 0
         self._open_seconds = MIN_OPEN_SECONDS
 
-    def failed(self, now: float) -> None:
+    def failed(self, now: float, era: int) -> None:
+        if era != self._era:
+            return
         self._num_failures += 1
         if self._num_failures < MAX_FAILURES:
             return
         if self._num_failures > MAX_FAILURES:
             self._open_seconds = min(2 * self._open_seconds, MAX_OPEN_SECONDS)
         self._open_until = now + self._open_seconds
+        self._era += 1
 
 
 async def _command(connection: _Connection, *arguments: Any) -> Any:

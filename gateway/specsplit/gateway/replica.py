@@ -146,7 +146,7 @@ class Replica:
 
     @property
     def free_blocks(self) -> int:
-        return self._target.free_blocks
+        return self._target.free_blocks if self._target.is_ready else 0
 
     @property
     def num_requests(self) -> int:
@@ -224,7 +224,8 @@ class Replica:
         return work
 
     async def _draft(self, work: _Work) -> None:
-        if self._drafting is None or not any(row.max_draft for row in work.plan):
+        is_asked = self.is_drafter_up and any(row.max_draft for row in work.plan)
+        if self._drafting is None or not is_asked:
             return
         work.drafts = await self._drafting.draft(work.plan, self._target.description.vocab_size)
         work.drafted_ns = time.time_ns()
@@ -373,6 +374,7 @@ class Replica:
                 is_first = sequence.opened_ns is None
                 sequence.opened(event.cached_tokens, at_ns=time.time_ns())
                 if is_first:
+                    self.counters["prompt_tokens"] += sequence.num_prompt
                     self.counters["cached_tokens"] += sequence.usage().cached_tokens
                     self.counters["predicted_cached_tokens"] += sequence.predicted_cached_tokens or 0
             case Status.DRAINING:

@@ -24,12 +24,10 @@ def _unique(addresses: tuple[str, ...]) -> tuple[str, ...]:
     return addresses
 
 
+Address = Annotated[str, Field(pattern=r"^.+:[0-9]{1,5}$")]
+"""host:port; an IPv6 host in brackets."""
 Addresses = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...],
-    NoDecode,
-    BeforeValidator(_split),
-    AfterValidator(_unique),
-    Field(min_length=1),
+    tuple[Address, ...], NoDecode, BeforeValidator(_split), AfterValidator(_unique), Field(min_length=1)
 ]
 
 
@@ -44,7 +42,7 @@ class GatewaySettings(ListenSettings):
     """Port of the HTTP API; 0 takes a free one."""
     verifiers: Addresses = ("127.0.0.1:50053",)
     """Addresses of the verifier replicas, separated by commas; all serve the same model."""
-    drafter: str | None = None
+    drafter: Address | None = None
     """Address of the drafter; without one nothing is drafted."""
     tokenizer: Path
     """Folder with the model's tokenizer.json and chat template."""

@@ -7,13 +7,14 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from specsplit.core.errors import SettingsError, SpecsplitError
 from specsplit.core.metrics import new_registry
 from specsplit.core.metrics_http import serve_metrics
 from specsplit.core.serving import GrpcService
 from specsplit.core.settings import exit_on_settings_error, load_settings
-from specsplit.core.tracing import open_sink
+from specsplit.core.tracing import num_dropped, open_sink
 from specsplit.core.types import VerifierDescription
 from specsplit.v1 import verifier_pb2_grpc
 from specsplit.verifier.settings import VerifierSettings
@@ -54,8 +55,8 @@ async def _serve(settings: VerifierSettings) -> None:
             ttl_seconds=settings.registry_ttl_seconds,
         )
 
-    registry = new_registry("verifier", restarts=settings.restarts)
     spans = open_sink("verifier", settings.trace_file)
+    registry = new_registry("verifier", restarts=settings.restarts, dropped_spans=partial(num_dropped, spans))
     service = VerifierService(
         lambda: load(settings),
         max_steps_in_flight=settings.max_steps_in_flight,

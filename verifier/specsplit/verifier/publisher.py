@@ -13,6 +13,8 @@ import threading
 import time
 from collections import Counter
 
+import redis
+
 from specsplit.core.registry.scripts import Answer, ReplicaState
 from specsplit.core.registry.writer import RegistryWriter, connect
 
@@ -210,11 +212,16 @@ class Publisher:
         self._backoff_seconds = min(max(2 * self._backoff_seconds, MIN_BACKOFF_SECONDS), MAX_BACKOFF_SECONDS)
 
     def _failed(self, error: Exception) -> None:
-        """What was sent may have been done or not: a snapshot settles it."""
+        """What was sent may have been done or not: a snapshot settles it.
+
+        A server that answers with an error may hold what no replica wrote: registering again replaces that.
+        """
         self._counts["errors"] += 1
         if self._is_connected or self._counts["errors"] == 1:  # once, not at each attempt
             log.warning("the registry does not answer: %r", error)
         self._is_connected = False
+        if isinstance(error, redis.ResponseError):
+            self._is_registered = False
         self._snapshot_is_due()
         self._back_off()
 

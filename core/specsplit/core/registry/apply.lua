@@ -8,7 +8,7 @@ end
 if held[1] ~= ARGV[1] then
   return 'WRONG_INCARNATION'
 end
-local seq, next = tonumber(held[2]), tonumber(ARGV[2])
+local seq, next = tonumber(held[2]) or -1, tonumber(ARGV[2])
 if next == seq then
   return 'DUPLICATE'
 end

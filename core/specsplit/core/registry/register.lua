@@ -1,6 +1,15 @@
 -- Takes the name of a replica for an incarnation, if the name is held by the one expected ('' for nobody).
 -- KEYS: members, replica    ARGV: prefix, name, incarnation, expected, address, state, ttl ms
 -- Answers OK or TAKEN.
+local function is_a(type, key)
+  local found = redis.call('TYPE', key).ok
+  return found == type or found == 'none'
+end
+for index, type in ipairs({'set', 'hash'}) do -- what somebody else wrote there helps nobody
+  if not is_a(type, KEYS[index]) then
+    redis.call('UNLINK', KEYS[index])
+  end
+end
 local held = redis.call('HGET', KEYS[2], 'incarnation') or ''
 if held ~= ARGV[4] then
   return 'TAKEN'

@@ -8,7 +8,7 @@ end
 if held[1] ~= ARGV[1] then
   return 'WRONG_INCARNATION'
 end
-if tonumber(ARGV[2]) <= tonumber(held[2]) then
+if tonumber(ARGV[2]) <= (tonumber(held[2]) or -1) then
   return 'STALE'
 end
 if redis.call('SCARD', KEYS[3]) ~= tonumber(ARGV[3]) then

@@ -63,7 +63,10 @@ class RegistryWriter:
 
     def holder(self) -> str:
         """The incarnation that has the name, in hex; empty when nobody has."""
-        held: Any = self._client.hget(self._keys.replica, "incarnation")
+        try:
+            held: Any = self._client.hget(self._keys.replica, "incarnation")
+        except redis.ResponseError:  # of another type: nobody's, and registering replaces it
+            return ""
         return held.decode() if held else ""
 
     def register(self, *, expected: str, state: ReplicaState) -> bool:
