@@ -18,6 +18,7 @@ from redis_server import RedisServer, programs
 from specsplit.core.registry.overview import read_replicas
 from specsplit.core.registry.scripts import (
     LOOKUP,
+    SNAPSHOT_SWAP,
     Answer,
     ReplicaKeys,
     ReplicaState,
@@ -201,6 +202,19 @@ def test_a_block_removed_by_one_replica_still_scores_at_the_other(client: redis.
     assert leading(client, chain(10)) == {"a:1": 4, "b:1": 10}
     assert b.apply(2, added=chain(1, start=10), removed=[]) is Answer.OK
     assert leading(client, chain(11)) == {"a:1": 4, "b:1": 11}
+
+
+def test_a_snapshot_of_before_a_new_registration_arrives_too_late(client: redis.Redis) -> None:
+    w = joined(client)
+    assert w.snapshot(7, chain(10), num_blocks=99) is Answer.GAP  # collected, but not yet swapped in
+    assert w.register(expected=w.holder(), state=SERVING, seq=7)
+    assert w.snapshot(8, chain(3), num_blocks=3) is Answer.OK
+    keys = ReplicaKeys.of(NAMESPACE, "a:1", b"1" * 16)
+    late = client.eval(
+        SNAPSHOT_SWAP.source, 3, keys.replica, keys.blocks, keys.collected(7), (b"1" * 16).hex(), 7, 10
+    )
+    assert late == b"STALE"
+    assert leading(client, chain(10)) == {"a:1": 3}
 
 
 def test_many_blocks_go_in_parts_and_readers_see_all_or_nothing(client: redis.Redis) -> None:

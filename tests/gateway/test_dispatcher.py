@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 from gateway_bench import VOCAB, Bench, admitted, bench, continuation
 
+from specsplit.core.errors import Unavailable
 from specsplit.core.types import (
+    Capacity,
     Delta,
     DraftBatch,
     DraftBatchDone,
     Finished,
     NoDraftReason,
     Opened,
+    Preempted,
     Status,
     StepDone,
     Usage,
@@ -95,16 +98,102 @@ async def test_a_draining_verifier_gives_its_waiting_requests_to_the_other(tiny_
         }
 
 
+async def test_what_is_preempted_while_its_verifier_drains_goes_on_at_the_other(tiny_model_dir: Path) -> None:
+    async with bench(tiny_model_dir, num_verifiers=2) as b:
+        first = b.verifiers[0]
+        preempted = asyncio.Event()
+
+        def preempt(event: VerifierEvent) -> VerifierEvent:
+            if isinstance(event, StepDone) and event.step_id == 3:
+                target = b.loop._replicas[b.addresses[0]]._target
+                target.is_draining = True
+                for row in event.rows:
+                    target._on_event(Preempted(row.request_id, row.generation, 64))
+                preempted.set()
+            return event
+
+        first.twist = preempt
+        done = await asyncio.gather(*(finish(b, admitted([n, n + 1], max_tokens=60)) for n in range(6)))
+        assert [ids for ids, _ in done] == [continuation(n + 1, 60) for n in range(6)]
+        assert preempted.is_set()
+        assert any(record.replicas == tuple(b.addresses) for record in b.recorder.requests)
+
+
+async def test_a_request_that_moved_during_the_draft_is_not_stepped_where_it_was(
+    tiny_model_dir: Path,
+) -> None:
+    async with bench(tiny_model_dir, num_verifiers=2) as b:
+        lost = b.verifiers[0]
+        has_moved = asyncio.Event()
+
+        def move(batch: DraftBatch, done: DraftBatchDone) -> DraftBatchDone | None:
+            replica = b.loop._replicas[b.addresses[0]]
+            if not has_moved.is_set() and replica.num_requests and len(b.drafter.batches) > 4:
+                has_moved.set()
+                replica._target.link.drop("while a draft is awaited")
+            return None if has_moved.is_set() and len(b.drafter.batches) < 8 else done
+
+        b.drafter.twist = move
+        requests = [admitted([n, n + 1], max_tokens=60) for n in range(4)]
+        done = await asyncio.gather(*(finish(b, request) for request in requests))
+        assert [ids for ids, _ in done] == [continuation(n + 1, 60) for n in range(4)]
+        assert b.counters["invariant_violations"] == 0
+        opened = {(o.request_id, o.generation) for o in lost.opens}
+        stepped = {(row.request_id, row.generation) for step in lost.steps for row in step.rows}
+        assert stepped <= opened
+
+
+async def test_free_blocks_heard_of_do_not_cut_a_lookup_short(tiny_model_dir: Path) -> None:
+    """A verifier says its capacity often; requests that wait for the registry's answer go on waiting."""
+    async with bench(tiny_model_dir, num_verifiers=2) as b:
+
+        class Registry:
+            is_open = False
+
+            async def lookup(self, namespace: bytes, hashes: list[bytes]) -> dict[bytes, int]:
+                for _ in range(5):
+                    for replica in b.loop._replicas.values():
+                        replica._target._on_event(Capacity(2, 64))
+                    await asyncio.sleep(0)
+                return {b.verifiers[1].description.incarnation: len(hashes)}
+
+            async def close(self) -> None:
+                pass
+
+        b.loop._registry = Registry()  # type: ignore[assignment]
+        for n in range(8):
+            await finish(b, admitted([n] * 64, max_tokens=2))
+        assert (len(b.verifiers[0].opens), len(b.verifiers[1].opens)) == (0, 8)
+        assert b.counters["routed_by_registry"] == 8
+        b.loop._registry = None
+
+
+async def test_what_is_left_at_the_end_of_the_drain_is_failed_and_recorded(tiny_model_dir: Path) -> None:
+    async with bench(tiny_model_dir, num_verifiers=2) as b:
+        streams = [b.loop.generate(admitted([n, n + 1], max_tokens=150)) for n in range(4)]
+        for stream in streams:
+            await anext(stream)
+        b.loop.stop()
+        for stream in streams:
+            with pytest.raises(Unavailable):
+                [event async for event in stream]
+        b.reporter.flush()
+        assert [record.outcome for record in b.recorder.requests] == ["unavailable"] * 4
+        assert b.counters["requests"] == 0
+
+
 async def test_a_verifier_of_another_model_serves_nothing(tiny_model_dir: Path) -> None:
     async with bench(tiny_model_dir, num_verifiers=2) as b:
         other = b.verifiers[1]
         other.description = dataclasses.replace(
             other.description, model="another", incarnation=new_incarnation()
         )
+        num_described = other.num_described
         b.loop._replicas[b.addresses[1]]._target.link.drop("to see what comes back")
         async with asyncio.timeout(20):
-            while b.counters["verifier_up"] != 1:  # noqa: ASYNC110
+            while other.num_described < num_described + 3:  # noqa: ASYNC110  (refused twice, at least)
                 await asyncio.sleep(0.01)
+        assert b.counters["verifier_up"] == 1
         num_opens = len(other.opens)
         await asyncio.gather(*(finish(b, admitted([n, n + 1])) for n in range(4)))
         assert len(other.opens) == num_opens
@@ -184,5 +273,7 @@ async def test_usage_says_why_nothing_was_drafted(
         assert usage.no_draft_reason is reason
         assert (usage.drafted > 0) == (reason is None)
         b.reporter.flush()
-        sampled = [row for step in b.recorder.steps for row in step.rows if row.is_sampling]
-        assert all((row.no_draft_reason is None) == (row.drafted > 0) for row in sampled)
+        rows = [row for step in b.recorder.steps for row in step.rows]
+        decoded = [row for row in rows if row.num_tokens == 1]
+        assert all(row.no_draft_reason is None for row in rows if row.num_tokens > 1)
+        assert all((row.no_draft_reason is None) == (row.drafted > 0) for row in decoded)

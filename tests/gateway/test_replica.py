@@ -345,3 +345,28 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones(tiny_mode
         ids = [i async for e in running if isinstance(e, Delta) for i in e.ids]
         assert ids == continuation(6, 30)
         await asyncio.wait_for(draining, 5)
+
+
+async def test_a_step_whose_second_verdict_is_impossible_counts_as_a_whole_or_not_at_all(
+    tiny_model_dir: Path,
+) -> None:
+    """The first row finishes its request in that very step."""
+    async with bench(tiny_model_dir) as b:
+
+        def spoil(event: VerifierEvent) -> VerifierEvent:
+            if isinstance(event, StepDone) and len(event.rows) == 2 and event.rows[0].finish_reason:
+                b.verifier.twist = lambda event: event
+                bad = dataclasses.replace(event.rows[1], num_accepted=9)
+                return dataclasses.replace(event, rows=(event.rows[0], bad))
+            return event
+
+        b.verifier.twist = spoil
+        texts = await asyncio.gather(
+            b.text([5, 6], max_tokens=10, k=0, arrival=1), b.text([7, 8], max_tokens=30, k=0, arrival=2)
+        )
+        assert texts == [continuation(6, 10), continuation(8, 30)]
+        assert b.counters["invariant_violations"] == 1
+        b.reporter.flush()
+        for record in b.recorder.requests:
+            rows = [row for step in b.recorder.steps for row in step.rows if row.request is record.request]
+            assert sum(row.committed for row in rows) == record.usage.completion_tokens

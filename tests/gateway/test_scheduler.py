@@ -96,6 +96,7 @@ def commit(sequence: Sequence, ids: list[int], *, accepted: int, finish: FinishR
         ),
         num_drafts=4,
         no_draft_reason=None,
+        is_prefill=False,
         at_ns=2,
     )
 

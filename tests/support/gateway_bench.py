@@ -88,8 +88,10 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
         self.sequences: dict[bytes, tuple[OpenRequest, list[int]]] = {}
         self.opens: list[OpenRequest] = []
         self.steps: list[Step] = []
+        self.num_described = 0
 
     async def Describe(self, request: Any, context: Any) -> Any:
+        self.num_described += 1
         return verifier_codec.description_to_pb(self.description)
 
     async def Run(self, commands: Any, context: Any) -> AsyncIterator[Any]:
@@ -214,9 +216,11 @@ class Bench:
         (verifier,) = self.verifiers
         return verifier
 
-    async def text(self, prompt: list[int], *, max_tokens: int = 20, k: int = 4) -> list[int]:
+    async def text(
+        self, prompt: list[int], *, max_tokens: int = 20, k: int = 4, arrival: int = 0
+    ) -> list[int]:
         ids: list[int] = []
-        async for event in self.loop.generate(admitted(prompt, max_tokens=max_tokens, k=k)):
+        async for event in self.loop.generate(admitted(prompt, max_tokens=max_tokens, k=k, arrival=arrival)):
             if isinstance(event, Delta):
                 ids += event.ids
             elif isinstance(event, Finished):

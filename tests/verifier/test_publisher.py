@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -141,6 +143,11 @@ def lose_seq(server: RedisServer, publisher: Publisher) -> None:
         client.hdel(KEYS.replica, "seq")
 
 
+def go_ahead(server: RedisServer, publisher: Publisher) -> None:
+    with server.client() as client:
+        client.hset(KEYS.replica, "seq", 500)
+
+
 def break_seq(server: RedisServer, publisher: Publisher) -> None:
     with server.client() as client:
         client.hset(KEYS.replica, "seq", "abc")
@@ -158,6 +165,7 @@ def change_type(key: str) -> Callable[[RedisServer, Publisher], None]:
 DISTURBANCES = [
     lose_seq,
     break_seq,
+    go_ahead,
     *(change_type(key) for key in (KEYS.members, KEYS.replica, KEYS.blocks)),
     *QUICK,
     freeze_for_long,
@@ -227,12 +235,21 @@ def test_of_two_processes_with_one_address_the_newer_is_heard(server: RedisServe
 
 
 def test_a_process_that_died_is_forgotten(server: RedisServer) -> None:
-    publisher = start(server.url, ttl_seconds=1.0)
-    publisher.put(hashes(5))
-    wait(lambda: published(server) == set(hashes(5)), "published")
-    publisher._is_leaving = False
-    publisher._stop.set()  # as if killed: it does not leave
-    publisher._inbox.put(None)
+    source = f"""
+from specsplit.verifier.publisher import Publisher
+publisher = Publisher(
+    {server.url!r}, namespace={NAMESPACE!r}, address="v:1", incarnation={INCARNATION!r}, ttl_seconds=1
+)
+publisher.start()
+publisher.put(dict.fromkeys({list(hashes(5))!r}, True))
+publisher._thread.join()
+"""
+    process = subprocess.Popen([sys.executable, "-c", source])
+    try:
+        wait(lambda: published(server) == set(hashes(5)), "published")
+    finally:
+        process.kill()
+        process.wait(20)
     with server.client() as client:
         wait(lambda: client.dbsize() == 0, "expired")
 
@@ -243,7 +260,6 @@ async def test_a_slow_or_silent_server_delays_nobody(server: RedisServer) -> Non
         for n in range(300):
             publisher.put(hashes(10, start=10 * n))
             await asyncio.sleep(0)  # the proxy runs on this very loop: an answer waited for would never come
-        assert publisher.counters()["registry_published_blocks"] <= 3000
         await asyncio.to_thread(wait, lambda: published(server) == set(hashes(3000)), "all of them")
         assert publisher.counters()["registry_errors"] == 0
         await asyncio.to_thread(publisher.stop, timeout=10)

@@ -88,7 +88,7 @@ def _threads_of_each(num_verifiers: int) -> int | None:
     """None leaves a single verifier its own default."""
     if num_verifiers == 1:
         return None
-    cores = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    cores = int((os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))).split(",")[0])
     return max(1, cores // num_verifiers)
 
 

@@ -60,6 +60,7 @@ class Dispatcher:
         self._reporter = reporter
         self._sequences: dict[RequestId, Sequence] = {}
         self._placed: dict[RequestId, Replica] = {}
+        self._routing: set[RequestId] = set()  # whose answer from the registry is awaited
         self._empty = asyncio.Event()  # set each time the last request leaves
         self._is_draining = False
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -155,6 +156,13 @@ class Dispatcher:
         if self._sequences:
             await self._empty.wait()
 
+    def stop(self) -> None:
+        """Ends the requests that are left: their time to drain is over."""
+        for sequence in list(self._sequences.values()):
+            error = Unavailable("the gateway is shutting down")
+            sequence.fail(error)
+            self._abandon(sequence, error.code)
+
     async def run(self) -> None:
         """Runs until cancelled; a broken invariant raises."""
         try:
@@ -168,10 +176,14 @@ class Dispatcher:
     async def _route(self, sequence: Sequence) -> None:
         """Asks the registry where the prompt is cached, if there is a choice, and places the request."""
         registered = None
-        if self._registry is not None and len(self._candidates()) > 1:
-            hashes = self._hashes(sequence)
-            if hashes:
-                registered = await self._registry.lookup(self._description().registry_namespace, hashes)
+        if self._registry is not None and sum(replica.can_open for replica in self._replicas.values()) > 1:
+            self._routing.add(sequence.request.request_id)
+            try:
+                hashes = await asyncio.to_thread(self._hashes, sequence)  # 10 ms for 32,000 tokens
+                if hashes:
+                    registered = await self._registry.lookup(self._description().registry_namespace, hashes)
+            finally:
+                self._routing.discard(sequence.request.request_id)
         is_waiting = sequence.phase is Phase.WAITING and sequence.request.request_id not in self._placed
         if is_waiting:  # else it failed meanwhile, or a replica that came up took it
             self._place(sequence, registered)
@@ -194,7 +206,7 @@ class Dispatcher:
             )
             address = choice.address
             self._counters["routed_by_memory" if registered is None else "routed_by_registry"] += 1
-            if sequence.predicted_cached_tokens is None:
+            if sequence.opened_ns is None:
                 sequence.predicted_cached_tokens = choice.cached_blocks * block_size
         replica = self._replicas[address]
         self._placed[sequence.request.request_id] = replica
@@ -243,7 +255,12 @@ class Dispatcher:
         if len(self._placed) == len(self._sequences):
             return
         for sequence in in_order(self._sequences.values()):
-            if sequence.phase is Phase.WAITING and sequence.request.request_id not in self._placed:
+            request_id = sequence.request.request_id
+            if (
+                sequence.phase is Phase.WAITING
+                and request_id not in self._placed
+                and request_id not in self._routing
+            ):
                 self._place(sequence)
 
     def on_returned(self, sequences: list[Sequence]) -> None:
@@ -284,6 +301,7 @@ class Dispatcher:
             replica.release(sequence)
         sequence.phase = Phase.FINISHED
         self._forget(sequence, outcome)
+        self._reporter.flush_soon()
 
     def _forget(self, sequence: Sequence, outcome: str) -> None:
         del self._sequences[sequence.request.request_id]

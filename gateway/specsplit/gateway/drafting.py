@@ -63,7 +63,7 @@ class Drafting:
         self._timeout_seconds = timeout_seconds
         self._tokenizer_digest = tokenizer_digest
         self._counters = counters
-        self._max_draft = 0
+        self.max_draft = 0
         self._next_batch_id = 1
         self._answer: asyncio.Future[DraftBatchDone] | None = None
         self._asked_at = 0.0
@@ -114,7 +114,7 @@ class Drafting:
             base_len=len(sequence.token_ids),
             digest=sequence.digest,
             new_ids=sequence.token_ids[start:],
-            max_draft=min(planned.max_draft, self._max_draft),
+            max_draft=min(planned.max_draft, self.max_draft),
             prompt_len=sequence.num_prompt,
             sampling=None if is_known else sequence.request.sampling,
             traceparent="" if is_known else sequence.request.trace.traceparent,
@@ -160,7 +160,7 @@ class Drafting:
                 f"{self._tokenizer_digest}",
                 field="tokenizer_digest",
             )
-        self._max_draft = description.max_draft
+        self.max_draft = description.max_draft
         self.name = description.name
 
     def _on_done(self, done: DraftBatchDone) -> None:

@@ -70,6 +70,7 @@ async def serve(settings: GatewaySettings) -> None:
 
     async def close() -> None:
         await http.stop()
+        dispatcher.stop()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         reporter.flush()

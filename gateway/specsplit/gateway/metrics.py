@@ -74,7 +74,7 @@ class Metrics:
         self._drafted = positions("drafted_tokens_total", "Draft tokens that were verified, by position.")
         self._accepted = positions("accepted_tokens_total", "Draft tokens that were accepted, by position.")
         self._undrafted = tally(
-            "rows_without_draft_total", "Rows that sampled with no draft, by why there was none.", "reason"
+            "rows_without_draft_total", "Decoding rows that had no draft, by why.", "reason"
         )
 
     def admitted(self, request: AdmittedRequest, *, at_ns: int) -> None:

@@ -94,9 +94,10 @@ class Observer(Protocol):
 
 
 class Reporter:
-    """Hands records to the observers in their order, but not while a step waits for its next one.
+    """Hands records to the observers in their order, a moment after somebody said that it is a good one.
 
-    Making the spans of many rows takes milliseconds: that is done while the verifier works on the next step.
+    Making the spans of many rows takes milliseconds: a good moment is when a step was sent, or when there is
+    none to send. With several replicas one's good moment may still be another's bad one.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -113,7 +114,6 @@ class Reporter:
 
     def ended(self, record: RequestRecord) -> None:
         self._records.append(record)
-        self.flush_soon()
 
     def flush_soon(self) -> None:
         """To be called when the next step is on its way: what was just sent leaves first."""

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -25,9 +26,16 @@ MAX_OPEN_SECONDS = 10.0
 _NUM_CONNECTIONS = (
     2  # connecting takes 2 ms of the loop's time: a burst of lookups must not connect anew each
 )
-_MAX_WAITING = 64  # lookups at once; half a millisecond each on those connections
+_MAX_ASKING = 16  # lookups at once: about a millisecond each on those connections, with other work beside
 
 _Connection = redis.asyncio.connection.AbstractConnection
+
+
+@dataclass(slots=True)
+class _Question:
+    namespace: bytes
+    hashes: bytes
+    is_asked: bool = False  # a connection was free for it
 
 
 class RegistryReader:
@@ -60,24 +68,30 @@ class RegistryReader:
     async def lookup(self, namespace: bytes, hashes: Sequence[bytes]) -> dict[bytes, int] | None:
         """How many of the leading blocks `hashes` each incarnation holds; None without an answer in time."""
         now = time.monotonic()
-        if not self._breaker.may_ask(now) or self._num_asking == _MAX_WAITING:
+        if not self._breaker.may_ask(now) or self._num_asking >= _MAX_ASKING:
             self._counters["registry_lookup_skipped"] += 1
             return None
         era = self._breaker.asks(now)
         start = time.perf_counter_ns()
-        asking = asyncio.ensure_future(self._ask(namespace, b"".join(hashes)))
+        self._num_asking += 1
+        question = _Question(namespace, b"".join(hashes))
+        asking = asyncio.ensure_future(self._ask(question))
         try:
             # Unlike a time-out that cancels, this takes an answer that came while the loop was held up.
             await asyncio.wait((asking,), timeout=self._timeout_seconds)
             if not asking.done():
-                await self._failed("registry_lookup_timeouts", era)
+                self._counters["registry_lookup_timeouts"] += 1
+                if question.is_asked:  # else it only waited for others
+                    self._breaker.failed(time.monotonic(), era)
                 return None
             found = parse_lookup(asking.result())
-        except Exception as error:  # a broken server's answers make the client's parser raise just anything
-            is_late = isinstance(error, TimeoutError | redis.exceptions.TimeoutError)
-            await self._failed(f"registry_lookup_{'timeouts' if is_late else 'errors'}", era)
+        except Exception:  # a broken server's answers make the client's parser raise just anything
+            self._counters["registry_lookup_errors"] += 1
+            self._breaker.failed(time.monotonic(), era)
+            await self._drop_idle()  # the server may be another one now
             return None
         finally:
+            self._num_asking -= 1
             asking.cancel()
             self._counters["registry_lookup_us"] += (time.perf_counter_ns() - start) // 1000
         self._counters["registry_lookups"] += 1
@@ -87,23 +101,19 @@ class RegistryReader:
     async def close(self) -> None:
         await self._drop_idle()
 
-    async def _ask(self, namespace: bytes, blob: bytes) -> Any:
+    async def _ask(self, question: _Question) -> Any:
         """On a connection kept only if the whole answer was read: no late one meets the next question."""
-        self._num_asking += 1
-        try:
-            async with self._free:
-                return await self._ask_on(
-                    self._idle.pop() if self._idle else self._new_connection(), namespace, blob
-                )
-        finally:
-            self._num_asking -= 1
+        async with self._free:
+            question.is_asked = True
+            return await self._ask_on(self._idle.pop() if self._idle else self._new_connection(), question)
 
-    async def _ask_on(self, connection: _Connection, namespace: bytes, blob: bytes) -> Any:
+    async def _ask_on(self, connection: _Connection, question: _Question) -> Any:
         is_done = False
         try:
             if not connection.is_connected:
                 await connection.connect()  # type: ignore[no-untyped-call]
-            arguments = (1, members_key(namespace), namespace_prefix(namespace), blob)
+            namespace = question.namespace
+            arguments = (1, members_key(namespace), namespace_prefix(namespace), question.hashes)
             try:
                 answer = await _command(connection, "EVALSHA", LOOKUP.sha, *arguments)
             except redis.exceptions.NoScriptError:
@@ -119,12 +129,6 @@ class RegistryReader:
     def _new_connection(self) -> _Connection:
         connection: _Connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
         return connection
-
-    async def _failed(self, counter: str, era: int) -> None:
-        """The server may be another one now: connections made before are not used again."""
-        self._counters[counter] += 1
-        self._breaker.failed(time.monotonic(), era)
-        await self._drop_idle()
 
     async def _drop_idle(self) -> None:
         idle, self._idle = self._idle, []

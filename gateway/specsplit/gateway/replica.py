@@ -100,6 +100,7 @@ class Replica:
             step_timeout_seconds=settings.step_timeout_seconds,
             counters=counters,
             accept=owner.accept,
+            on_up=owner.on_up,
             on_event=self._on_event,
             on_lost=self._on_lost,
         )
@@ -233,7 +234,7 @@ class Replica:
     def _compose(self, work: _Work) -> None:
         """The step of the planned rows that still run."""
         start = time.perf_counter_ns()
-        work.planned = [row for row in work.plan if row.sequence.phase is Phase.RUNNING]
+        work.planned = [row for row in work.plan if self._runs_here(row)]
         if self._shuffle is not None:
             self._shuffle.shuffle(work.planned)
         rows = []
@@ -254,6 +255,13 @@ class Replica:
         self._next_step_id += 1
         self._counters["own_ns"] += time.perf_counter_ns() - start
 
+    def _runs_here(self, row: PlannedRow) -> bool:
+        """Still as planned: since then it may have ended, lost its blocks, or gone on elsewhere."""
+        sequence = row.sequence
+        return self._sequences.get(sequence.request.request_id) is sequence and sequence.is_running(
+            row.generation
+        )
+
     async def _verify(self, work: _Work) -> StepDone | None:
         work.sent_ns = time.time_ns()
         self._reporter.flush_soon()  # about the step before, while the verifier works
@@ -262,17 +270,10 @@ class Replica:
     def _commit(self, work: _Work, done: StepDone) -> None:
         start, answered_ns = time.perf_counter_ns(), time.time_ns()
         step = work.step
-        if len(done.rows) != len(step.rows):
-            raise ProtocolError(f"step {step.step_id}: {len(done.rows)} rows for {len(step.rows)}")
-        verdicts = {(row.request_id, row.generation, row.base_len): row for row in done.rows}
+        verdicts = _checked_verdicts(step, done)  # all of them first: a step counts as a whole or not at all
         records: list[RowRecord] = []
         ended: list[Sequence] = []
-        for sent, row in zip(step.rows, work.planned, strict=True):
-            verdict = verdicts.get((sent.request_id, sent.generation, sent.base_len))
-            if verdict is None:
-                raise ProtocolError(f"step {step.step_id}: no verdict on {sent.request_id.hex()}")
-            if verdict.status is Status.OK and not _is_possible(sent, verdict):
-                raise ProtocolError(f"step {step.step_id}: {verdict} cannot be the verdict on {sent}")
+        for sent, row, verdict in zip(step.rows, work.planned, verdicts, strict=True):
             if not row.sequence.is_running(sent.generation):
                 continue  # cancelled or preempted while the step ran; the verdict is void
             if verdict.status is not Status.OK:
@@ -294,20 +295,25 @@ class Replica:
     def _commit_row(
         self, work: _Work, row: PlannedRow, sent: StepRow, verdict: RowDone, at_ns: int
     ) -> RowRecord:
+        is_prefill = sent.num_tokens > 1
         reason = self._no_draft_reason(row, work.drafts) if sent.is_sampling and not sent.draft_ids else None
         counted = row.sequence.commit(
-            verdict, num_drafts=len(sent.draft_ids), no_draft_reason=reason, at_ns=at_ns
+            verdict,
+            num_drafts=len(sent.draft_ids),
+            no_draft_reason=reason,
+            is_prefill=is_prefill,
+            at_ns=at_ns,
         )
         return RowRecord(
             request=row.sequence.request,
             base_len=sent.base_len,
             num_tokens=sent.num_tokens,
             is_sampling=sent.is_sampling,
-            granted=row.max_draft if self._drafting is not None else 0,
+            granted=0 if self._drafting is None else min(row.max_draft, self._drafting.max_draft),
             drafted=counted.drafted,
             accepted=counted.accepted,
             committed=counted.committed,
-            no_draft_reason=reason,
+            no_draft_reason=None if is_prefill else reason,
         )
 
     def _no_draft_reason(self, row: PlannedRow, drafts: Drafts) -> NoDraftReason:
@@ -352,15 +358,12 @@ class Replica:
     # --- what the verifier says ---------------------------------------------------------------------------
 
     def _on_event(self, event: Capacity | Opened | Preempted) -> None:
-        match event:
-            case Opened():
-                self._on_opened(event)
-            case Preempted():
-                sequence = self._sequences.get(event.request_id)
-                if sequence is not None and sequence.is_open(event.generation):
-                    self._preempted(sequence)
-            case Capacity():
-                self._owner.on_up()
+        if isinstance(event, Opened):
+            self._on_opened(event)
+        elif isinstance(event, Preempted):
+            sequence = self._sequences.get(event.request_id)
+            if sequence is not None and sequence.is_open(event.generation):
+                self._preempted(sequence)
         self._wake.set()
 
     def _on_opened(self, event: Opened) -> None:
@@ -402,10 +405,12 @@ class Replica:
         self._return(list(self._sequences.values()))
 
     def _preempted(self, sequence: Sequence) -> None:
-        """It stays here: what is left of its blocks is here too."""
+        """It stays here, where what is left of its blocks is, unless nothing is opened here any more."""
         self._counters["preempted"] += 1
         sequence.num_preempted += 1
         sequence.evicted()
+        if self._target.is_draining:
+            self._return([sequence])
 
     def _return(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -437,6 +442,22 @@ class Replica:
     def _end(self, sequence: Sequence, outcome: str) -> None:
         self.release(sequence)
         self._owner.on_ended(sequence, outcome)
+
+
+def _checked_verdicts(step: Step, done: StepDone) -> list[RowDone]:
+    """The verdicts in the order of the step's rows; raises ProtocolError if a row has no possible one."""
+    if len(done.rows) != len(step.rows):
+        raise ProtocolError(f"step {step.step_id}: {len(done.rows)} rows for {len(step.rows)}")
+    by_row = {(row.request_id, row.generation, row.base_len): row for row in done.rows}
+    verdicts = []
+    for sent in step.rows:
+        verdict = by_row.get((sent.request_id, sent.generation, sent.base_len))
+        if verdict is None:
+            raise ProtocolError(f"step {step.step_id}: no verdict on {sent.request_id.hex()}")
+        if verdict.status is Status.OK and not _is_possible(sent, verdict):
+            raise ProtocolError(f"step {step.step_id}: {verdict} cannot be the verdict on {sent}")
+        verdicts.append(verdict)
+    return verdicts
 
 
 def _is_possible(sent: StepRow, verdict: RowDone) -> bool:

@@ -17,6 +17,7 @@ class PlannedRow:
     """One row of the next step: compute `num_tokens` committed tokens and at most `max_draft` drafts."""
 
     sequence: Sequence
+    generation: int
     num_tokens: int
     max_draft: int
 
@@ -88,13 +89,13 @@ def schedule(
     for sequence in decoding:
         max_draft = min(_max_draft(sequence, verifier), budget - reserved)
         budget -= max_draft
-        rows.append(PlannedRow(sequence, num_tokens=1, max_draft=max_draft))
+        rows.append(PlannedRow(sequence, sequence.generation, num_tokens=1, max_draft=max_draft))
     budget = min(budget, max_prefill_tokens)
     for sequence in prefilling:
         chunk = min(sequence.num_uncomputed, budget)
         if chunk > 0:
             budget -= chunk
-            rows.append(PlannedRow(sequence, num_tokens=chunk, max_draft=0))
+            rows.append(PlannedRow(sequence, sequence.generation, num_tokens=chunk, max_draft=0))
     return rows
 
 

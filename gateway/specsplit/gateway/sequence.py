@@ -72,7 +72,10 @@ class Sequence:
         self._num_steps = 0
         self._num_drafted = 0
         self._accepted_by_position: list[int] = []
-        self._no_draft_reasons: Counter[NoDraftReason] = Counter()
+        self._no_draft_reasons: Counter[NoDraftReason] = Counter()  # by decoding steps
+        self._prefill_reason: NoDraftReason | None = (
+            None  # of the first token, the reason if it is the only one
+        )
         self._finish_reason: FinishReason | None = None
 
     def is_open(self, generation: int) -> bool:
@@ -146,7 +149,13 @@ class Sequence:
         return CloseRequest(self.request.request_id, self.generation)
 
     def commit(
-        self, row: RowDone, *, num_drafts: int, no_draft_reason: NoDraftReason | None, at_ns: int
+        self,
+        row: RowDone,
+        *,
+        num_drafts: int,
+        no_draft_reason: NoDraftReason | None,
+        is_prefill: bool,
+        at_ns: int,
     ) -> Counted:
         """Applies an OK verdict: extends the committed tokens, cuts at a stop string, tells the client.
 
@@ -165,7 +174,11 @@ class Sequence:
         self.first_token_ns = self.first_token_ns or at_ns
         num_drafted = min(num_drafts, num_kept) if finish is not None else num_drafts
         counted = Counted(num_drafted, min(row.num_accepted, num_kept), num_kept)
-        self._count(counted, no_draft_reason)
+        self._count(counted)
+        if no_draft_reason is not None and is_prefill:
+            self._prefill_reason = no_draft_reason
+        elif no_draft_reason is not None:
+            self._no_draft_reasons[no_draft_reason] += 1
         if finish is not None and not self._text.is_stopped:
             text += self._text.finish()
         self.events.put_nowait(Delta(text, kept, row.logprobs[:num_kept], row.margins[:num_kept]))
@@ -207,18 +220,18 @@ class Sequence:
                 return text, index + 1, FinishReason.STOP
         return text, len(ids), row.finish_reason
 
-    def _count(self, counted: Counted, no_draft_reason: NoDraftReason | None) -> None:
+    def _count(self, counted: Counted) -> None:
         self._num_steps += 1
         self._num_drafted += counted.drafted
         missing = counted.accepted - len(self._accepted_by_position)
         self._accepted_by_position.extend([0] * missing)
         for position in range(counted.accepted):
             self._accepted_by_position[position] += 1
-        if no_draft_reason is not None:
-            self._no_draft_reasons[no_draft_reason] += 1
 
     def _no_draft_reason(self) -> NoDraftReason | None:
         """The one of most steps, when nothing was drafted in any."""
-        if self._num_drafted or not self._no_draft_reasons:
+        if self._num_drafted:
             return None
+        if not self._no_draft_reasons:
+            return self._prefill_reason
         return max(self._no_draft_reasons, key=lambda reason: (self._no_draft_reasons[reason], -reason))

@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 
 
 class Target:
-    """`accept` may refuse a verifier by raising ProtocolError; `on_event` hears all events but StepDone;
-    `on_lost` hears that everything open there is gone."""
+    """`accept` may refuse a verifier by raising ProtocolError; `on_up` hears that it takes requests,
+    `on_event` all events but StepDone,
+    `on_lost` that everything open there is gone."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class Target:
         step_timeout_seconds: float,
         counters: Counter[str],
         accept: Callable[[VerifierDescription], None],
+        on_up: Callable[[], None],
         on_event: Callable[[Capacity | Opened | Preempted], None],
         on_lost: Callable[[], None],
     ) -> None:
@@ -51,6 +53,7 @@ class Target:
         self._step_timeout_seconds = step_timeout_seconds
         self._counters = counters
         self._accept_description = accept
+        self._on_up = on_up
         self._on_other_event = on_event
         self._on_lost = on_lost
         self._outstanding: tuple[int, asyncio.Future[StepDone]] | None = None
@@ -123,9 +126,12 @@ class Target:
             answer.set_result(event)
             return
         self.free_blocks = event.free_blocks
-        if isinstance(event, Capacity):
+        is_first = isinstance(event, Capacity) and self.down_since is not None
+        if is_first:
             self.down_since = None
         self._on_other_event(event)
+        if is_first:
+            self._on_up()
 
     def _on_down(self) -> None:
         if self.down_since is None:

@@ -48,7 +48,6 @@ class Publisher:
         # None only wakes. It holds what changes during one command, or one snapshot: then all is taken out.
         self._inbox: queue.SimpleQueue[dict[bytes, bool] | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._is_leaving = False
         self._state = ReplicaState.SERVING  # set by `drain`
         self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -78,7 +77,6 @@ class Publisher:
 
     def stop(self, *, timeout: float) -> None:
         """Leaves the registry, if it can be reached, and ends the thread."""
-        self._is_leaving = True
         self._stop.set()
         self._inbox.put(None)
         self._thread.join(timeout)
@@ -109,8 +107,7 @@ class Publisher:
                 if not self._is_connected:
                     self._is_connected = True
                     log.info("the registry answers")
-        if self._is_leaving:
-            self._leave()
+        self._leave()
 
     def _collect(self) -> None:
         """Waits for something to do, then takes all changes there are."""
@@ -170,12 +167,11 @@ class Publisher:
             self._superseded()
             return False
         state = self._state
-        if not self._writer.register(expected=expected, state=state):
+        if not self._writer.register(expected=expected, state=state, seq=self._seq):
             self._back_off()  # somebody else was quicker: see who it is next time
             return False
         self._counts["registrations"] += 1
         self._is_registered, self._was_superseded = True, False
-        self._seq = 0
         self._told(state)
         self._pending = {}
         self._is_snapshot_due = bool(self._blocks)
@@ -198,6 +194,7 @@ class Publisher:
             case Answer.GAP | Answer.STALE | Answer.DUPLICATE:
                 log.warning("the registry does not have what was published (%s)", answer.name)
                 self._counts["gaps"] += 1
+                self._is_registered = answer is Answer.GAP  # a seq ahead of this one's is nobody's
                 self._snapshot_is_due()
                 self._back_off()
 
@@ -206,10 +203,12 @@ class Publisher:
             self._counts["superseded"] += 1
             log.error("another process registered under this replica's address; publishing nothing")
         self._was_superseded = True
+        self._backoff_seconds = 0.0  # it looks again at each heartbeat
 
     def _back_off(self) -> None:
         """The next attempt waits; each failure in a row doubles that."""
-        self._backoff_seconds = min(max(2 * self._backoff_seconds, MIN_BACKOFF_SECONDS), MAX_BACKOFF_SECONDS)
+        longest = min(MAX_BACKOFF_SECONDS, self._heartbeat_seconds)  # the next heartbeat waits for it, too
+        self._backoff_seconds = min(max(2 * self._backoff_seconds, MIN_BACKOFF_SECONDS), longest)
 
     def _failed(self, error: Exception) -> None:
         """What was sent may have been done or not: a snapshot settles it.

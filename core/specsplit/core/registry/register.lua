@@ -1,5 +1,5 @@
 -- Takes the name of a replica for an incarnation, if the name is held by the one expected ('' for nobody).
--- KEYS: members, replica    ARGV: prefix, name, incarnation, expected, address, state, ttl ms
+-- KEYS: members, replica    ARGV: prefix, name, incarnation, expected, address, state, ttl ms, seq
 -- Answers OK or TAKEN.
 local function is_a(type, key)
   local found = redis.call('TYPE', key).ok
@@ -17,7 +17,7 @@ end
 if held ~= '' then
   redis.call('UNLINK', ARGV[1] .. 'b:' .. ARGV[2] .. ':' .. held, KEYS[2])
 end
-redis.call('HSET', KEYS[2], 'incarnation', ARGV[3], 'seq', 0, 'address', ARGV[5], 'state', ARGV[6], 'blocks', 0)
+redis.call('HSET', KEYS[2], 'incarnation', ARGV[3], 'seq', ARGV[8], 'address', ARGV[5], 'state', ARGV[6], 'blocks', 0)
 redis.call('PEXPIRE', KEYS[2], ARGV[7])
 redis.call('SADD', KEYS[1], ARGV[2])
 if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[7]) then -- others may live longer

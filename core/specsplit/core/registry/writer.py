@@ -69,16 +69,20 @@ class RegistryWriter:
             return ""
         return held.decode() if held else ""
 
-    def register(self, *, expected: str, state: ReplicaState) -> bool:
+    def register(self, *, expected: str, state: ReplicaState, seq: int = 0) -> bool:
         """Takes the name from `expected`, an incarnation in hex or nobody; what that had published is gone.
 
-        False when somebody else has it.
+        `seq` is the last one used by this incarnation: what it sent before and arrives late stays stale.
+        False when somebody else has the name.
         """
         keys = self._keys
         answer = self._run(
             REGISTER,
             [keys.members, keys.replica],
-            [keys.prefix, keys.name, self._incarnation, expected, self._address, state.value, self._ttl_ms],
+            [
+                *(keys.prefix, keys.name, self._incarnation, expected),
+                *(self._address, state.value, self._ttl_ms, seq),
+            ],
         )
         match answer:
             case b"OK":
