@@ -51,6 +51,10 @@ _CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
+    (
+        "grpc.enable_http_proxy",
+        0,
+    ),  # services talk to each other directly, whatever a container's environment says
 ]
 
 
