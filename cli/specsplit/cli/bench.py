@@ -117,10 +117,9 @@ def _wait_ready(folder: Path, server: subprocess.Popen[bytes]) -> str:
         stack = folder / "stack.json"
         if stack.exists():
             children = json.loads(stack.read_text())["children"]
-            if len(children) == 3 and all(child["state"] == "ready" for child in children):
-                return next(
-                    str(child["addresses"]["grpc"]) for child in children if child["role"] == "gateway"
-                )
+            gateways = [child for child in children if child["role"] == "gateway"]  # the last to be started
+            if gateways and all(child["state"] == "ready" for child in children):
+                return str(gateways[0]["addresses"]["grpc"])
         time.sleep(0.1)
     raise SystemExit(f"{PROG}: the services did not become ready")
 
