@@ -22,7 +22,7 @@ from specsplit.core.types import (
     VerifierDescription,
 )
 from specsplit.gateway.link import gather_forever
-from specsplit.gateway.records import Reporter, RequestRecord
+from specsplit.gateway.records import FINISHED, Reporter, RequestRecord
 from specsplit.gateway.registry import RegistryReader
 from specsplit.gateway.replica import Replica
 from specsplit.gateway.request import AdmittedRequest, Limits
@@ -305,7 +305,7 @@ class Dispatcher:
 
     def _forget(self, sequence: Sequence, outcome: str) -> None:
         del self._sequences[sequence.request.request_id]
-        if outcome not in ("stop", "length", "cancelled"):
+        if outcome not in (*FINISHED, "cancelled"):
             self._counters[f"failed_{outcome}"] += 1
         self._reporter.ended(self._record(sequence, outcome))
         if not self._sequences:

@@ -11,12 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from specsplit.core.metrics import COUNTS, SECONDS, Histogram, PositionTally, Reading, Readings, Tally
 from specsplit.core.types import RequestId
-from specsplit.gateway.records import RequestRecord, RowRecord, StepRecord
+from specsplit.gateway.records import FINISHED, RequestRecord, RowRecord, StepRecord
 from specsplit.gateway.request import AdmittedRequest
 
 PREFIX = "specsplit_gateway_"
 _REQUEST_SECONDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
-_FINISHED = ("stop", "length")
 
 
 class Metrics:
@@ -110,7 +109,7 @@ class Metrics:
         self._requests.add(record.outcome)
         if record.opened_ns is not None:
             self._queued.observe((record.opened_ns - record.admitted_ns) * 1e-9)
-        if record.outcome in _FINISHED:
+        if record.outcome in FINISHED:
             self._duration.observe((record.ended_ns - record.admitted_ns) * 1e-9)
 
     def _sampled(self, row: RowRecord, drafter: str) -> None:

@@ -14,6 +14,8 @@ from typing import Protocol
 from specsplit.core.types import NoDraftReason, StepDone, TokenIds, Usage
 from specsplit.gateway.request import AdmittedRequest
 
+FINISHED = ("stop", "length")
+"""Outcomes of requests that ended by themselves."""
 _FLUSH_SECONDS = 0.001
 
 

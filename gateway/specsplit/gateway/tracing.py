@@ -14,11 +14,10 @@ from specsplit.core.span import Attributes, Span, Value
 from specsplit.core.trace_context import TraceContext, new_span_id, parse_traceparent
 from specsplit.core.tracing import SpanSink
 from specsplit.core.types import NoDraftReason, TokenIds
-from specsplit.gateway.records import RequestRecord, RowRecord, StepRecord
+from specsplit.gateway.records import FINISHED, RequestRecord, RowRecord, StepRecord
 from specsplit.gateway.request import AdmittedRequest
 
-_FINISHED = ("stop", "length")
-_NOT_ERRORS = (*_FINISHED, "cancelled")
+_NOT_ERRORS = (*FINISHED, "cancelled")
 
 
 class Tracing:
@@ -116,7 +115,7 @@ def _row_attributes(row: RowRecord) -> Attributes:
 def _request_attributes(record: RequestRecord) -> dict[str, Value]:
     """Totals that no sampling loses; what never came about is left out."""
     request, usage, sampling = record.request, record.usage, record.request.sampling
-    is_finished = record.outcome in _FINISHED
+    is_finished = record.outcome in FINISHED
     optional: dict[str, Value | None] = {
         "gen_ai.request.top_k": float(sampling.top_k) or None,  # a double by convention; 0 is off
         "gen_ai.response.finish_reasons": (record.outcome,) if is_finished else None,

@@ -6,21 +6,16 @@ for _, member in ipairs(redis.call('SMEMBERS', KEYS[1])) do
     redis.call('SREM', KEYS[1], member)
   end
 end
-local held = redis.call('HMGET', KEYS[2], 'incarnation', 'seq', 'blocks')
-if not held[1] then
-  return 'UNKNOWN'
-end
-if held[1] ~= ARGV[3] then
-  return 'WRONG_INCARNATION'
+local held, refusal = fence(KEYS[2], ARGV[3])
+if refusal then
+  return refusal
 end
 redis.call('SADD', KEYS[1], ARGV[2])
 redis.call('HSET', KEYS[2], 'state', ARGV[5])
-if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[6]) then -- others may live longer
-  redis.call('PEXPIRE', KEYS[1], ARGV[6])
-end
+keep_members(KEYS[1], ARGV[6])
 redis.call('PEXPIRE', KEYS[2], ARGV[6])
 redis.call('PEXPIRE', KEYS[3], ARGV[6])
-if held[2] ~= ARGV[4] or redis.call('SCARD', KEYS[3]) ~= tonumber(held[3]) then
+if held.seq ~= ARGV[4] or redis.call('SCARD', KEYS[3]) ~= held.blocks then
   return 'GAP'
 end
 return 'OK'

@@ -1,12 +1,9 @@
 -- Removes all that a replica published.
 -- KEYS: members, replica, blocks    ARGV: name, incarnation
 -- Answers OK, WRONG_INCARNATION or UNKNOWN.
-local held = redis.call('HGET', KEYS[2], 'incarnation')
-if not held then
-  return 'UNKNOWN'
-end
-if held ~= ARGV[2] then
-  return 'WRONG_INCARNATION'
+local _, refusal = fence(KEYS[2], ARGV[2])
+if refusal then
+  return refusal
 end
 redis.call('UNLINK', KEYS[2], KEYS[3])
 redis.call('SREM', KEYS[1], ARGV[1])

@@ -20,7 +20,5 @@ end
 redis.call('HSET', KEYS[2], 'incarnation', ARGV[3], 'seq', ARGV[8], 'address', ARGV[5], 'state', ARGV[6], 'blocks', 0)
 redis.call('PEXPIRE', KEYS[2], ARGV[7])
 redis.call('SADD', KEYS[1], ARGV[2])
-if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[7]) then -- others may live longer
-  redis.call('PEXPIRE', KEYS[1], ARGV[7])
-end
+keep_members(KEYS[1], ARGV[7])
 return 'OK'

@@ -14,6 +14,7 @@ from pathlib import Path
 from specsplit.core.block_hash import BLOCK_HASH_BYTES
 
 _FOLDER = Path(__file__).parent
+_PRELUDE = (_FOLDER / "prelude.lua").read_text()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Script:
 
 
 def _load(name: str) -> Script:
-    source = (_FOLDER / f"{name}.lua").read_text()
+    source = _PRELUDE + (_FOLDER / f"{name}.lua").read_text()
     return Script(source, sha1(source.encode()).hexdigest())
 
 

@@ -2,18 +2,11 @@
 -- the time between two heartbeats, so each part is one.
 -- KEYS: replica, collected    ARGV: incarnation, hashes, ttl ms
 -- Answers OK, WRONG_INCARNATION or UNKNOWN.
-local held = redis.call('HGET', KEYS[1], 'incarnation')
-if not held then
-  return 'UNKNOWN'
+local _, refusal = fence(KEYS[1], ARGV[1])
+if refusal then
+  return refusal
 end
-if held ~= ARGV[1] then
-  return 'WRONG_INCARNATION'
-end
-local members = {}
-for start = 1, #ARGV[2], 16 do
-  members[#members + 1] = string.sub(ARGV[2], start, start + 15)
-end
-redis.call('SADD', KEYS[2], unpack(members))
+each('SADD', KEYS[2], ARGV[2])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 'OK'

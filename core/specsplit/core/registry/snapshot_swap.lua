@@ -1,14 +1,11 @@
 -- Puts a collected snapshot in the place of the set in use.
 -- KEYS: replica, blocks, collected    ARGV: incarnation, seq, number of blocks
 -- Answers OK, STALE, GAP (a part is missing), WRONG_INCARNATION or UNKNOWN; only OK changes anything.
-local held = redis.call('HMGET', KEYS[1], 'incarnation', 'seq')
-if not held[1] then
-  return 'UNKNOWN'
+local held, refusal = fence(KEYS[1], ARGV[1])
+if refusal then
+  return refusal
 end
-if held[1] ~= ARGV[1] then
-  return 'WRONG_INCARNATION'
-end
-if tonumber(ARGV[2]) <= (tonumber(held[2]) or -1) then
+if tonumber(ARGV[2]) <= (tonumber(held.seq) or -1) then
   return 'STALE'
 end
 if redis.call('SCARD', KEYS[3]) ~= tonumber(ARGV[3]) then
